@@ -1,7 +1,8 @@
-"""A canary: a second policy that serves a part of a pool's requests, and both sides' outcomes beside each other.
+"""A canary: a second policy that serves part of a pool's requests, compared with the first.
 
-Lives here: which requests, and what is counted. Not here: how the canary's route is made (snapshot.py); it differs
-from its pool's in the policy alone, so that from there on one line serves both.
+Lives here: which requests the canary serves, and what is counted. Not here: how the canary's route
+is built (reload/snapshot.py). It differs from the pool's route in its policy only, so both are
+served by the same code.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ MET = "met"
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """Whose requests the canary serves: these tenants', or sessions whose hash lies below `below`.
+    """Selects the requests for the canary: by tenant, or by a hash of the session below `below`.
 
-    The hash is the same at every gateway and after every restart: a session stays on its side. Every pool draws anew,
-    and more percent keep those who were chosen before.
+    The hash is the same in every gateway and after every restart, so a session stays in its arm. It
+    includes the pool's name. A larger percentage keeps the sessions that a smaller one selected.
     """
 
     pool: str
@@ -34,19 +35,21 @@ class Chosen(msgspec.Struct, frozen=True):
     tenants: frozenset[str]
 
     def takes(self, request: Request) -> bool:
+        """Return whether the canary serves this request."""
         if self.tenants:
             return request.tenant in self.tenants
-        whose = f"{self.pool}\0{request.session or request.id}"  # as sent: its bytes need not be UTF-8
-        return xxhash.xxh3_64_intdigest(whose.encode("utf-8", "surrogatepass")) < self.below
+        key = f"{self.pool}\0{request.session or request.id}"
+        # Session ids are taken as sent, so they need not be valid UTF-8.
+        return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) < self.below
 
 
 def chosen(pool: str, spec: Canary) -> Chosen:
-    """As configured."""
+    """Create the sampler that a pool's configuration describes."""
     return Chosen(pool, int(WHOLE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
 
 
 class Side:
-    """One policy of the two, and what became of the requests that it picked for."""
+    """One of the two policies, and the outcomes of the requests that it routed."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
 
@@ -55,56 +58,69 @@ class Side:
         self._metrics: Metrics | None = None
 
     def follow(self, metrics: Metrics | None) -> None:
-        """From now on it counts here; None: nowhere."""
+        """Count in these metrics from now on; None stops counting."""
         self._metrics = metrics
 
-    def count(self, x: Exchange) -> None:
-        """One that is over."""
+    def count(self, exchange: Exchange) -> None:
+        """Count a request that has ended."""
         if self._metrics is None:
             return
         trials = self._metrics.trials
-        trials.requests.labels(self.pool, self.name, x.kept or "untold").value += 1.0
-        if x.ttft_s is not None:
-            trials.first_tokens.labels(self.pool, self.name).mark((x.ttft_s, monotonic(), x.id, ""))
+        outcome = exchange.kept or "untold"
+        trials.requests.labels(self.pool, self.name, outcome).value += 1.0
+        if exchange.ttft_s is not None:
+            ttft = trials.first_tokens.labels(self.pool, self.name)
+            ttft.mark((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def told(self) -> dict[str, object]:
-        """Its figures as plain values. None: nothing was served yet."""
+        """Return the results so far as plain values; None where nothing was served yet."""
         if self._metrics is None:
             return figures(self.name, self.policy, {}, {})
         trials = self._metrics.trials
-        of_ours = (self.pool, self.name)
-        kept = {labels[2]: int(each.value) for labels, each in trials.requests.children() if labels[:2] == of_ours}
-        return figures(self.name, self.policy, kept, trials.first_tokens.labels(*of_ours).sketch)
+        own_labels = (self.pool, self.name)
+        outcomes = {
+            labels[2]: int(counter.value)
+            for labels, counter in trials.requests.children()
+            if labels[:2] == own_labels
+        }
+        sketch = trials.first_tokens.labels(*own_labels).sketch
+        return figures(self.name, self.policy, outcomes, sketch)
 
 
 class Sides:
-    """The primary and the canary of one pool. Live while both are configured as they are."""
+    """The primary and the canary arm of one pool.
+
+    They live as long as their configuration is unchanged.
+    """
 
     __slots__ = ("canary", "pool", "primary", "share")
 
     def __init__(self, pool: str, spec: Canary, primary: str) -> None:
         self.pool = pool
         self.share = ", ".join(spec.tenants) if spec.tenants else f"{spec.percent:g} %"
-        self.primary, self.canary = Side(pool, "primary", primary), Side(pool, "canary", spec.policy.name)
+        self.primary = Side(pool, "primary", primary)
+        self.canary = Side(pool, "canary", spec.policy.name)
 
     def follow(self, metrics: Metrics) -> None:
-        """From now on they count here."""
+        """Count in these metrics from now on."""
         self.primary.follow(metrics)
         self.canary.follow(metrics)
 
     def leave(self, metrics: Metrics) -> None:
-        """Others take their place, or nobody: their series go, and requests of theirs that end later count nowhere."""
+        """Remove the series of a canary that has ended; later ends of its requests do not count."""
         self.primary.follow(None)
         self.canary.follow(None)
         metrics.trials.requests.forget("pool", self.pool)
         metrics.trials.first_tokens.forget("pool", self.pool)
 
     def told(self) -> dict[str, object]:
-        return {"pool": self.pool, "share": self.share, "sides": [self.primary.told(), self.canary.told()]}
+        """Return the results of both arms as plain values."""
+        sides = [self.primary.told(), self.canary.told()]
+        return {"pool": self.pool, "share": self.share, "sides": sides}
 
 
 def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Counts) -> dict[str, object]:
-    """The results of one side: requests by SLO outcome, and times to first token as a sketch (sketch.py)."""
+    """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
     judged = sum(outcomes.values()) - outcomes.get("untold", 0)
     return {
         "side": side,

@@ -259,8 +259,9 @@ def version(as_json: Json = False) -> None:
 
 def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
     from gateway import operator_log
-    from gateway.app import App, Origin, log_reload
+    from gateway.app import App
     from gateway.lifecycle import run
+    from gateway.origin import Origin, log_reload
     from gateway.ports import is_free
     from gateway.restart.channel import ChannelError
     from gateway.restart.predecessor import find_predecessor

@@ -82,13 +82,13 @@ def _run(demo: Demo, console: Console) -> int:
     with ExitStack() as running:
         with console.status(f"Starting {demo.groups} mock TP groups"), _one_at_a_time():
             file, loaded = _begun(demo, running)
-        from gateway import app, lifecycle  # after the wait: the mocks start while the processor is free
+        from gateway import lifecycle, origin  # after the wait: the mocks start while the processor is free
 
         def say(line: str, bad: bool) -> None:
             console.print(line, markup=False, soft_wrap=True, style="red" if bad else None)
 
         return lifecycle.run(
-            app.Origin(loaded, file, os.environ, say),
+            origin.Origin(loaded, file, os.environ, say),
             ready=lambda started: _ready(demo, file, started.url, started.admin_url, console),
             hangup_reloads=False,
         )

@@ -1,6 +1,6 @@
-"""`penstock drain` and `penstock undrain`: take an endpoint out of routing by hand, and bring it back.
+"""`penstock drain` and `penstock undrain`: stop and resume routing to an endpoint.
 
-Lives here: asking a running gateway, and waiting for the endpoint's requests to finish.
+Lives here: the admin requests, and the wait until the endpoint's requests have finished.
 """
 
 from __future__ import annotations
@@ -16,19 +16,29 @@ from gateway.commands import Json, fail, print_json, say
 
 POLL_S = 0.5
 
-Endpoint = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name, as `penstock top` shows it.")]
+Endpoint = Annotated[
+    str,
+    typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as `penstock top` shows it."),
+]
 
 
 @with_admin_options
 def drain(
     admin: AdminAddress,
     endpoint: Endpoint,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when its last request has finished.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")] = 600.0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when its last request has finished.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, help="Longest wait in seconds.")
+    ] = 600.0,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send an endpoint no new requests. Requests that it serves now finish there. Lasts until undrain or a restart."""
+    """Send no new requests to an endpoint. Its running requests finish there.
+
+    The drain lasts until undrain, or until the gateway restarts.
+    """
     server = Server(admin, key_file)
     reply = _change(server, endpoint, "drain")
     if wait:
@@ -48,7 +58,7 @@ def undrain(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send an endpoint requests again."""
+    """Send requests to an endpoint again."""
     reply = _change(Server(admin, key_file), endpoint, "undrain")
     if as_json:
         print_json(reply)
@@ -57,18 +67,19 @@ def undrain(
 
 
 def _change(server: Server, endpoint: str, action: str) -> dict[str, Any]:
-    reply: dict[str, Any] = server.ask("POST", f"/endpoints/{quote(endpoint, safe='')}/{action}")
+    path = f"/endpoints/{quote(endpoint, safe='')}/{action}"
+    reply: dict[str, Any] = server.ask("POST", path)
     if reply["result"] != "applied":
-        known = ", ".join(sorted(each["name"] for each in server.ask("GET", "/endpoints")["endpoints"]))
-        fail(f"{reply['message']}; the endpoints are {known}")
+        known = sorted(row["name"] for row in server.ask("GET", "/endpoints")["endpoints"])
+        fail(f"{reply['message']}; the endpoints are {', '.join(known)}")
     return reply
 
 
 def _wait_until_idle(server: Server, endpoint: str, deadline: float) -> int:
-    """Requests of this gateway that the endpoint still serves: 0, or those left at the deadline."""
+    """Wait until the endpoint has finished this gateway's requests; return how many are left."""
     while True:
-        endpoints = server.ask("GET", "/endpoints")["endpoints"]
-        left: int = sum(each["in_flight"] for each in endpoints if each["name"] == endpoint)
+        rows = server.ask("GET", "/endpoints")["endpoints"]
+        left: int = sum(row["in_flight"] for row in rows if row["name"] == endpoint)
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""Why a request went where it went: the newest exchanges, kept for who asks, and told as plain values.
+"""Why a request went where it went: the newest exchanges, kept in memory and shown as plain values.
 
-Lives here: what is kept at the pick and afterwards, and the page of one request. Not here: HTTP (admin.py), or the
-reasons themselves, which are the policy's (policies.contract.Terms).
+Lives here: what is recorded at the pick and at the end, and the page of one request. Not here: HTTP
+(admin), and the terms of a score, which the policy defines (policies.contract.Terms).
 """
 
 from __future__ import annotations
@@ -18,30 +18,42 @@ from policies.contract import Policy, Terms
 from policies.model import Ask, Candidate, EndpointLoad, Pick
 
 Ended = tuple[Exchange, Usage, int, float]
-"""A request that is over, the token counts its engine gave, the events of its answer, and when it ended (monotonic)."""
+"""An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
-_NUMBERS = tuple(name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline"))
+_NUMBERS = tuple(
+    name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline")
+)
 numbers_of = attrgetter(*_NUMBERS)
 
 
 class Before(msgspec.Struct, frozen=True):
-    """The picked candidate and the runner-up, with their live numbers as they were: those change with the booking.
+    """The picked candidate and the runner-up, with their load values before the booking.
 
-    Noting them for all candidates would cost as much as the pick. What is believed of speeds is as it is when asked.
+    Recording all candidates would cost as much as the pick. The latency models are not copied:
+    terms that read them show their current state.
     """
 
     terms: Terms
     stood: tuple[tuple[Candidate, tuple[object, ...]], ...]
 
-    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
-        """The parts of their scores, by name of the endpoint."""
-        then = {id(each): Candidate(each.endpoint, restored(each, numbers)) for each, numbers in self.stood}
-        told = self.terms(ask, [then.get(id(each), each) for each in kept])
-        return {each.endpoint.name: parts for each, parts in zip(kept, told, strict=True) if id(each) in then}
+    def of(self, query: Ask, candidates: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
+        """Return the score terms of both candidates, by endpoint name."""
+        then = {
+            id(candidate): Candidate(candidate.endpoint, restored(candidate, numbers))
+            for candidate, numbers in self.stood
+        }
+        all_terms = self.terms(
+            query, [then.get(id(candidate), candidate) for candidate in candidates]
+        )
+        return {
+            candidate.endpoint.name: terms
+            for candidate, terms in zip(candidates, all_terms, strict=True)
+            if id(candidate) in then
+        }
 
 
 def restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
-    """The candidate's load as it was when `numbers_of` it were noted."""
+    """Rebuild the candidate's load from values that load_values() recorded."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
         setattr(load, name, value)
@@ -49,7 +61,7 @@ def restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
 
 
 def before(policy: Policy, pick: Pick) -> Before | None:
-    """What must be noted before the place is taken; nothing for a policy that has no terms."""
+    """Record the candidates' loads before the booking; None for a policy that has no terms."""
     if policy.terms is None:
         return None
     stood = [(pick.candidate, numbers_of(pick.candidate.load))]
@@ -60,13 +72,13 @@ def before(policy: Policy, pick: Pick) -> Before | None:
 
 
 def runner_up(pick: Pick) -> Candidate | None:
-    """Who would have been picked next: the best score but the picked one's; None when nobody else was kept."""
-    others = [at for at, each in enumerate(pick.kept) if each is not pick.candidate]
+    """Return the candidate with the best score after the picked one; None if there was no other."""
+    others = [index for index, candidate in enumerate(pick.kept) if candidate is not pick.candidate]
     return pick.kept[max(others, key=pick.scores.__getitem__)] if others else None
 
 
 class Explained:
-    """The newest `size` requests that are over, oldest overwritten first. One owner: accounts."""
+    """A ring buffer of the newest `size` ended exchanges. Owned by Accounting."""
 
     __slots__ = ("_ring", "size")
 
@@ -75,53 +87,53 @@ class Explained:
         self._ring: deque[Ended] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
-        """From now on so many; those that were kept are forgotten when the number changes."""
+        """Set the capacity; a change drops all entries."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 
-    def keep(self, x: Exchange, usage: Usage, events: int, now: float) -> None:
-        """Add a request that is over. Nothing is kept with a size of 0."""
-        x.forget()
-        self._ring.append((x, usage, events, now))
+    def keep(self, exchange: Exchange, usage: Usage, events: int, now: float) -> None:
+        """Add an ended exchange and free its large objects."""
+        exchange.forget()
+        self._ring.append((exchange, usage, events, now))
 
     def newest_first(self) -> Iterator[Ended]:
-        """The requests that are kept."""
         return reversed(self._ring)
 
     def newest(self) -> dict[str, object] | None:
-        """The page of the request that was over last."""
+        """Return the page of the request that ended last; None if there is none."""
         return told(self._ring[-1][0]) if self._ring else None
 
     def find(self, request_id: str) -> dict[str, object] | None:
-        """The page of one request; None when it is not, or no longer, known. O(size)."""
+        """Return the page of one request; None if it is not, or no longer, stored. O(size)."""
         return next((told(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 
-def told(x: Exchange) -> dict[str, object]:
-    """Everything that led to the answer, in plain values."""
+def told(exchange: Exchange) -> dict[str, object]:
+    """Return everything that led to the response, as plain values for JSON."""
+    split = exchange.split
     return {
-        "id": x.id,
-        "trace_id": None if x.trace is None else x.trace.trace_id,
-        "status": x.status,
-        "outcome": x.outcome,
-        "model": x.model,
-        "tier": x.tier or None,
-        "tenant": x.tenant,
-        **_request(x),
-        "admission": _admission(x),
-        "pick": None if x.pick is None else _pick(x, x.pick),
-        "retries": x.retries,
-        "split": None if x.split is None else {"reason": x.split.reason, "prefill": x.split.prefill},
-        "predicted": {"ttft_s": x.predicted_ttft_s, "tpot_s": x.predicted_tpot_s},
-        "actual": {"ttft_s": x.ttft_s, "tpot_s": x.tpot_s},
-        "kept": x.kept or None,
+        "id": exchange.id,
+        "trace_id": None if exchange.trace is None else exchange.trace.trace_id,
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "model": exchange.model,
+        "tier": exchange.tier or None,
+        "tenant": exchange.tenant,
+        **_request(exchange),
+        "admission": _admission(exchange),
+        "pick": None if exchange.pick is None else _pick(exchange, exchange.pick),
+        "retries": exchange.retries,
+        "split": None if split is None else {"reason": split.reason, "prefill": split.prefill},
+        "predicted": {"ttft_s": exchange.predicted_ttft_s, "tpot_s": exchange.predicted_tpot_s},
+        "actual": {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s},
+        "kept": exchange.kept or None,
     }
 
 
-def _request(x: Exchange) -> dict[str, object]:
-    if x.call is None:
+def _request(exchange: Exchange) -> dict[str, object]:
+    if exchange.call is None:
         return {}
-    request = x.call.request
+    request = exchange.call.request
     deadline_s = None if request.deadline_s is None else request.deadline_s - request.arrived_s
     return {
         "slo": msgspec.structs.asdict(request.slo),
@@ -133,31 +145,37 @@ def _request(x: Exchange) -> dict[str, object]:
     }
 
 
-def _admission(x: Exchange) -> dict[str, object]:
-    if x.admitted_at is None or x.parsed_at is None:
-        return {"verdict": "refused", "reason": x.reason, "detail": x.detail}
-    return {"verdict": "admitted", "waited_s": round(x.admitted_at - x.parsed_at, 6)}
+def _admission(exchange: Exchange) -> dict[str, object]:
+    if exchange.admitted_at is None or exchange.parsed_at is None:
+        return {"verdict": "refused", "reason": exchange.reason, "detail": exchange.detail}
+    waited_s = exchange.admitted_at - exchange.parsed_at
+    return {"verdict": "admitted", "waited_s": round(waited_s, 6)}
 
 
-def _pick(x: Exchange, pick: Pick) -> dict[str, object]:
+def _pick(exchange: Exchange, pick: Pick) -> dict[str, object]:
     other = runner_up(pick)
-    terms = x.before.of(x.asked, pick.kept) if x.before is not None and x.asked is not None else {}
+    terms: Mapping[str, Mapping[str, float]] = {}
+    if exchange.before is not None and exchange.asked is not None:
+        terms = exchange.before.of(exchange.asked, pick.kept)
     rows = sorted(zip(pick.scores, pick.kept, strict=True), key=lambda row: -row[0])
     return {
         "policy": pick.reason,
         "endpoint": pick.candidate.endpoint.name,
         "runner_up": None if other is None else other.endpoint.name,
-        "candidates": [_candidate(x, score, each, terms) for score, each in rows],
+        "candidates": [_candidate(exchange, score, candidate, terms) for score, candidate in rows],
     }
 
 
 def _candidate(
-    x: Exchange, score: float, candidate: Candidate, terms: Mapping[str, Mapping[str, float]]
+    exchange: Exchange,
+    score: float,
+    candidate: Candidate,
+    terms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, object]:
-    shown: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
-    asked = x.asked
-    if asked is not None and candidate.load.slot < len(asked.cached):
-        shown["cached_tokens"] = asked.cached[candidate.load.slot]
+    row: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
+    query = exchange.asked
+    if query is not None and candidate.load.slot < len(query.cached):
+        row["cached_tokens"] = query.cached[candidate.load.slot]
     if candidate.endpoint.name in terms:
-        shown["terms"] = dict(terms[candidate.endpoint.name])
-    return shown
+        row["terms"] = dict(terms[candidate.endpoint.name])
+    return row

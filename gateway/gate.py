@@ -1,7 +1,7 @@
-"""The gate: who may occupy the gateway. Rooms with Permits per pool, memory for bodies, turns for retries.
+"""Admission control: a queue per pool, memory for request bodies, and the retry budget.
 
-The decisions are policies.admission's and policies.retry's; here is the waiting around them. Every taking is given back
-by leaving a `with`.
+The decisions are made in policies.admission and policies.retry; here are the futures that requests
+wait on. Whatever a request takes, it gives back by leaving a `with` block.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from policies.sessions import WorkingSet
 
 RETRY_PATIENCE_S = 5.0
 
-# uvloop's timers count whole milliseconds and may come that much early: who is due within this is due.
+# uvloop's timers have a resolution of one millisecond and may fire that much early.
+# A waiter whose deadline is within this slack therefore counts as due.
 TIMER_SLACK_S = 0.002
 
-# Reasons that are told apart by their code. The others are a price of some kind: too much would be lost by serving it.
+# Shed reasons that have an error code of their own. All other reasons become Failure.SHED.
 FAILURES: Mapping[str, Failure] = MappingProxyType(
     {
         "waited_too_long": Failure.QUEUE_TIMEOUT,
@@ -41,155 +42,185 @@ FAILURES: Mapping[str, Failure] = MappingProxyType(
     }
 )
 
-AT_ONCE = 4  # who goes in is picked for and sent on, a third of a millisecond each
+# Verdicts delivered per turn of the event loop: picking and sending takes about 0.3 ms per request.
+AT_ONCE = 4
 
 Turn = asyncio.Future[Verdict]
 
 
 class Room:
-    """The permits of one pool and those who wait for one: policies.waiting's room, whose tickets are futures.
+    """The permits of one pool and the requests that wait for one; a waiting request is a future.
 
-    `with` it to give a permit back. `listens`: its admission learns from requests, and is told of them.
+    Use the object as a context manager to give a permit back. `wants_feedback`: the admission
+    learns from requests, so on_booked() and on_finished() must be called for them.
     """
 
-    __slots__ = ("_candidates", "_leaving", "_news", "_room", "_verdicts", "listens", "name", "take")
+    __slots__ = (
+        "_candidates",
+        "_leaving",
+        "_queue",
+        "_updates",
+        "_verdicts",
+        "listens",
+        "name",
+        "take",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._room: waiting.Room[Turn] = waiting.Room(Cap())
+        self._queue: waiting.Room[Turn] = waiting.Room(Cap())
         self.listens = False
         self._verdicts: deque[tuple[Turn, Verdict]] = deque()
-        self._news: News | None = None
+        self._updates: News | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
-        self.take = self._room.take
+        self.take = self._queue.take
 
     def configure(
-        self, limits: WaitingRoom, candidates: tuple[Candidate, ...], leaving: tuple[EndpointLoad, ...] = ()
+        self,
+        limits: WaitingRoom,
+        candidates: tuple[Candidate, ...],
+        leaving: tuple[EndpointLoad, ...] = (),
     ) -> None:
-        """From now on these limits and endpoints; at the `leaving` ones, requests of before finish."""
-        self._room.limits = admission.WaitingRoom(limits.size, limits.timeout)
+        """Use these limits and endpoints from now on.
+
+        leaving  endpoints that are no longer candidates but still serve older requests
+        """
+        self._queue.limits = admission.WaitingRoom(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
         self.refresh()
 
-    def govern(self, judge: Admission, shares: Mapping[str, float]) -> None:
-        """From now on this admission decides, and tenants have these shares. configure() is due after it.
+    def govern(self, policy: Admission, shares: Mapping[str, float]) -> None:
+        """Let this admission decide from now on, with these tenant shares.
 
-        A mere cap with a single tenant learns nothing from requests and is not told of them.
+        Call configure() after it.
+
+        A plain concurrency cap with a single tenant learns nothing from requests, so it gets no
+        feedback.
         """
-        self._room.admission = judge
-        self._room.share(FairShares(shares))
-        self.listens = bool(shares) or type(judge) is not Cap
-        self._share()
+        self._queue.admission = policy
+        self._queue.share(FairShares(shares))
+        self.listens = bool(shares) or type(policy) is not Cap
+        self._share_sessions()
 
-    def tell(self, news: News | None) -> None:
-        """From now on other gateways hear of what tenants are charged, and of sessions."""
-        self._news = news
-        self._share()
+    def tell(self, updates: News | None) -> None:
+        """Record charges and sessions in `updates` for the other gateways; None stops that."""
+        self._updates = updates
+        self._share_sessions()
 
-    def _share(self) -> None:
-        if self._news is not None and self.sessions is not None:
-            self.sessions.share(self._news.named)
+    def _share_sessions(self) -> None:
+        if self._updates is not None and self.sessions is not None:
+            self.sessions.share(self._updates.named)
 
     @property
     def admission(self) -> Admission:
-        return self._room.admission
+        return self._queue.admission
 
     @property
     def price(self) -> float:
-        """What the admission asks for a typical request; 0 for one that has no prices."""
-        judge = self._room.admission
-        return judge.price if isinstance(judge, PricedAdmission) else 0.0
+        """The price that the admission sets for a typical request; 0 if it has no prices."""
+        policy = self._queue.admission
+        return policy.price if isinstance(policy, PricedAdmission) else 0.0
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """Those whose contexts are counted; None for an admission that does not watch them."""
-        judge = self._room.admission
-        return judge.sessions if isinstance(judge, PricedAdmission) else None
+        """The sessions whose contexts the admission counts; None if it does not track sessions."""
+        policy = self._queue.admission
+        return policy.sessions if isinstance(policy, PricedAdmission) else None
 
     @property
     def phi(self) -> float:
-        """The share of KV memory that sessions may fill; 1 for an admission that does not watch them."""
+        """The share of KV memory that sessions may fill; 1 if sessions are not tracked."""
         return 1.0 if self.sessions is None else self.sessions.phi
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        """One with a permit was picked its first endpoint. Due where the room listens."""
-        self._room.booked(ask, pick)
-        if self._news is not None:
-            self._news.charge(self.name, ask.request.tenant, charged_tokens(ask.request, pick.cached_tokens))
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Charge the tenant of an admitted request, now that its first endpoint has been picked.
+
+        Call it only if `wants_feedback` is set.
+        """
+        self._queue.booked(query, pick)
+        if self._updates is not None:
+            tokens = charged_tokens(query.request, pick.cached_tokens)
+            self._updates.charge(self.name, query.request.tenant, tokens)
 
     def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
-        """One that was booked is over, and how."""
+        """Correct the charge of a booked request that has ended, and learn from it."""
         if self.listens:
-            told = outcome()
-            self._room.ended(request, told)
-            if self._news is not None:
-                self._news.charge(self.name, request.tenant, told.output_tokens - request.output_tokens)
+            result = outcome()
+            self._queue.ended(request, result)
+            if self._updates is not None:
+                correction = result.output_tokens - request.output_tokens
+                self._updates.charge(self.name, request.tenant, correction)
 
     def charged_elsewhere(self, tenant: str, tokens: float) -> None:
-        """Another gateway of the fleet did so much work for the tenant."""
-        self._room.charged_elsewhere(tenant, tokens)
+        """Charge the tenant for tokens of work that another gateway has done for it."""
+        self._queue.charged_elsewhere(tenant, tokens)
 
     def tick(self, now: float) -> None:
-        """The admission's clockwork, due about every 100 ms."""
-        self._room.tick(now)
-        if self._room.waiting:
+        """Advance the admission's clock. Call it about every 100 ms."""
+        self._queue.tick(now)
+        if self._queue.waiting:
             self._settle()
 
     def refresh(self) -> None:
-        """Endpoints came or went: count the capacity anew and let in whom it fits."""
-        self._room.refresh(self._candidates, self._leaving)
+        """Recompute the capacity after endpoints have changed, and admit requests that now fit."""
+        self._queue.refresh(self._candidates, self._leaving)
         self._settle()
 
     @property
     def in_flight(self) -> int:
-        return self._room.in_flight
+        return self._queue.in_flight
 
     @property
     def waiting(self) -> int:
-        return self._room.waiting
+        return self._queue.waiting
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those who wait."""
-        return self._room.queued_tokens
+        """Prompt tokens of the waiting requests."""
+        return self._queue.queued_tokens
 
     @property
     def busy(self) -> int:
-        return self._room.busy
+        """Permits of requests at available endpoints, not at ejected or leaving ones."""
+        return self._queue.busy
 
-    async def enter(self, ask: Ask, again: Callable[[float], Ask] | None = None) -> Room:
-        """A Permit, now or after waiting. Raises GatewayError when the request is shed. `again` asks it at
-        another moment."""
-        turn: Turn = asyncio.get_running_loop().create_future()
-        verdict = self._room.arrive(ask, self._candidates, turn, again)
+    async def enter(self, query: Ask, query_at: Callable[[float], Ask] | None = None) -> Room:
+        """Take a permit, after waiting if necessary. Raises GatewayError when the request is shed.
+
+        query_at  rebuilds the routing query for a later moment: cached prefixes change during a
+                  wait
+        """
+        waiter: Turn = asyncio.get_running_loop().create_future()
+        verdict = self._queue.arrive(query, self._candidates, waiter, query_at)
         self._settle()
         if isinstance(verdict, Wait):
-            verdict = await self._wait(ask.request, turn, verdict.timeout_s)
+            verdict = await self._wait(query.request, waiter, verdict.timeout_s)
         if isinstance(verdict, Shed):
             raise refusal(verdict)
         return self
 
-    def enter_now(self, ask: Ask) -> bool:
-        """Whether there was a Permit without waiting, which has been taken then."""
-        return isinstance(self._room.knock(ask, self._candidates), Admit)
+    def enter_now(self, query: Ask) -> bool:
+        """Take a permit if that is possible without waiting; return whether it was taken."""
+        return isinstance(self._queue.knock(query, self._candidates), Admit)
 
     def unbooked(self, request: Request) -> None:
-        """One who was let in after waiting got no endpoint."""
-        self._room.unbooked(request)
+        """Refund the charge of a request that was admitted after a wait but got no endpoint."""
+        self._queue.unbooked(request)
 
-    async def _wait(self, request: Request, turn: Turn, timeout_s: float) -> Verdict:
-        """What becomes of one in line. The timer only calls settle() at the moment when the room refuses it."""
+    async def _wait(self, request: Request, waiter: Turn, timeout_s: float) -> Verdict:
+        # The timer delivers no verdict itself: _settle() does, once the queue refuses the waiter.
         timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
         try:
-            return await turn
+            return await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and isinstance(turn.result(), Admit):
-                self._room.withdraw()  # the turn came in the same moment: hand it on
+            if waiter.done() and not waiter.cancelled() and isinstance(waiter.result(), Admit):
+                # The permit and the cancellation arrived together: pass the permit on.
+                self._queue.withdraw()
                 self._settle()
             else:
-                self._room.cancel(turn)
-            self._room.unbooked(request)
+                self._queue.cancel(waiter)
+            self._queue.unbooked(request)
             raise
         finally:
             timer.cancel()
@@ -198,33 +229,37 @@ class Room:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._room.gone(monotonic())
-        if self._room.waiting:
+        self._queue.gone(monotonic())
+        if self._queue.waiting:
             self._settle()
 
     def _settle(self) -> None:
-        more_due = bool(self._verdicts)
-        self._verdicts.extend(self._room.settle(monotonic() + TIMER_SLACK_S))
-        if not more_due:
-            self._hand_out()
+        is_scheduled = bool(self._verdicts)
+        self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
+        if not is_scheduled:
+            self._deliver_verdicts()
 
-    def _hand_out(self) -> None:
-        """Some verdicts a turn of the loop: a hundred who go in at once would hold up everybody else."""
-        told = 0
-        while self._verdicts and told < AT_ONCE:  # no recursion: a crowd may leave in the turn in which it is told
-            turn, verdict = self._verdicts.popleft()
-            if not turn.done():
-                turn.set_result(verdict)
-                told += 1
+    def _deliver_verdicts(self) -> None:
+        """Deliver AT_ONCE verdicts now and the rest in later turns of the event loop.
+
+        A hundred requests admitted in one turn would delay all running streams.
+        """
+        delivered = 0
+        # A loop and not a recursion: many waiters may be cancelled in the turn of their verdict.
+        while self._verdicts and delivered < AT_ONCE:
+            waiter, verdict = self._verdicts.popleft()
+            if not waiter.done():
+                waiter.set_result(verdict)
+                delivered += 1
             elif isinstance(verdict, Admit):
-                self._room.withdraw()
-                self._verdicts.extend(self._room.settle(monotonic() + TIMER_SLACK_S))
+                self._queue.withdraw()
+                self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
         if self._verdicts:
-            self._verdicts[0][0].get_loop().call_soon(self._hand_out)
+            self._verdicts[0][0].get_loop().call_soon(self._deliver_verdicts)
 
 
 def refusal(shed: Shed) -> GatewayError:
-    """A verdict as the client hears it."""
+    """Translate a shed verdict into the error that the client receives."""
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
     failure = FAILURES.get(shed.reason, Failure.SHED)
@@ -232,67 +267,74 @@ def refusal(shed: Shed) -> GatewayError:
 
 
 class Gate:
-    """All rooms, tenants' quotas, the memory for bodies, and the fleet's retry turns. Live: it outlives snapshots."""
+    """All pool queues, the tenants' quotas, the memory for bodies, and the fleet-wide retry budget.
 
-    __slots__ = ("_budget_bytes", "_news", "_retries", "_retrying", "_rooms", "body_bytes", "quotas", "stopping")
+    Live state: it outlives configuration snapshots.
+    """
+
+    __slots__ = (
+        *("_budget_bytes", "_retries", "_retry_waiters", "_rooms", "_updates"),
+        *("body_bytes", "quotas", "stopping"),
+    )
 
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
         self._retries = RetryBudget(RetryLimits())
-        self._retrying: deque[asyncio.Future[bool]] = deque()
+        self._retry_waiters: deque[asyncio.Future[bool]] = deque()
         self.stopping = False
-        self._news: News | None = None
+        self._updates: News | None = None
         self.quotas = Quotas()
         self.body_bytes = 0
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """From now on these limits; what is held stays held."""
+        """Apply new limits. What requests have already taken stays taken."""
         self.quotas.configure(config.tenants)
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
     def room(self, pool: str) -> Room:
-        """The pool's room, or a new one for open(). Who is in it stays in it, whatever is configured."""
+        """Return the pool's queue, or a new one to be registered with add_queue()."""
         return self._rooms.get(pool) or Room(pool)
 
-    def open(self, room: Room) -> None:
-        """Its pool is in force."""
-        room.tell(self._news)
-        self._rooms[room.name] = room
+    def open(self, queue: Room) -> None:
+        """Register the queue of a pool that is now in force."""
+        queue.tell(self._updates)
+        self._rooms[queue.name] = queue
 
-    def tell(self, news: News) -> None:
-        """From now on other gateways hear of what tenants take, and of sessions."""
-        self._news = self.quotas.news = news
-        for room in self._rooms.values():
-            room.tell(news)
+    def tell(self, updates: News) -> None:
+        """Record quota use, charges and sessions in `updates` for the other gateways."""
+        self._updates = self.quotas.news = updates
+        for queue in self._rooms.values():
+            queue.tell(updates)
 
-    def close(self, room: Room) -> None:
-        """Its pool is gone, and so is everybody who was in it."""
-        if self._rooms.get(room.name) is room:
-            del self._rooms[room.name]
+    def close(self, queue: Room) -> None:
+        """Remove the queue of a pool that has been removed and whose requests have all ended."""
+        if self._rooms.get(queue.name) is queue:
+            del self._rooms[queue.name]
 
     def rooms(self) -> list[Room]:
         return list(self._rooms.values())
 
     def tick(self, now: float) -> None:
-        """Due about every 100 ms."""
-        for room in self._rooms.values():
-            room.tick(now)
+        """Advance the clock of every admission. Call it about every 100 ms."""
+        for queue in self._rooms.values():
+            queue.tick(now)
 
     def refresh(self) -> None:
-        """Some endpoint's availability changed."""
-        for room in self._rooms.values():
-            room.refresh()
+        """Recompute the capacity of every pool after an endpoint's availability has changed."""
+        for queue in self._rooms.values():
+            queue.refresh()
 
     @property
     def active(self) -> int:
-        return sum(room.in_flight for room in self._rooms.values())
+        """Requests that hold a permit, over all pools."""
+        return sum(queue.in_flight for queue in self._rooms.values())
 
     def hold(self, body_bytes: int) -> int:
-        """Take memory for a body as it comes in; what was taken, to be released.
+        """Reserve memory for an incoming request body; return the number of bytes to release later.
 
-        Raises GatewayError when there is none left.
+        Raises GatewayError when the budget is exhausted.
         """
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
@@ -308,50 +350,54 @@ class Gate:
         self.body_bytes -= body_bytes
 
     async def retry_turn(self) -> bool:
-        """Take one retry out of the fleet's budget. Over budget a request waits for its turn before it gives up:
-        a dead group's requests are spread over time rather than refused. Pair True with give_back_turn()."""
+        """Take one retry from the fleet-wide budget; return False if none became free in time.
+
+        A request over budget waits up to RETRY_PATIENCE_S. So the requests of a failed endpoint are
+        spread over time instead of refused at once. Pair True with release_retry().
+        """
         if self.stopping:
             return False
         if self.retry_at_once():
             return True
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._retrying.append(turn)
+        self._retry_waiters.append(turn)
         try:
             async with within(RETRY_PATIENCE_S):
                 await turn
         except TimeoutError:
-            return turn.done() and not turn.cancelled() and turn.result()  # it came in the same moment
+            # The turn may have been granted in the moment of the timeout.
+            return turn.done() and not turn.cancelled() and turn.result()
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
                 self.give_back_turn()
             raise
         finally:
-            if turn in self._retrying:
-                self._retrying.remove(turn)
+            if turn in self._retry_waiters:
+                self._retry_waiters.remove(turn)
         return turn.result()
 
     def retry_at_once(self) -> bool:
-        """As retry_turn(), without waiting: False when the budget is used up."""
+        """Take one retry without waiting; return False if the budget is exhausted."""
         return self._retries.try_take(self.active)
 
     def give_back_turn(self) -> None:
         self._retries.give_back()
-        while self._retrying and self._retries.try_take(self.active):
-            self._pass_turn()
+        while self._retry_waiters and self._retries.try_take(self.active):
+            self._grant_next()
 
-    def _pass_turn(self) -> None:
-        """Hand a retry that was taken to the first who still waits for one."""
-        while self._retrying:
-            turn = self._retrying.popleft()
+    def _grant_next(self) -> None:
+        """Pass a retry that has been taken to the first request that still waits for one."""
+        while self._retry_waiters:
+            turn = self._retry_waiters.popleft()
             if not turn.done():
                 turn.set_result(True)
                 return
         self._retries.give_back()
 
     def end_retries(self) -> None:
-        """The gateway stops: nobody is asked any more, and whoever waits for a turn hears of it."""
+        """Refuse all waiting and future retries, because the gateway is stopping."""
         self.stopping = True
-        for turn in self._retrying:
+        for turn in self._retry_waiters:
             if not turn.done():
                 turn.set_result(False)
 
@@ -361,7 +407,7 @@ class Gate:
 
     @property
     def retries_left(self) -> int | None:
-        """How many more would be granted now. None: the configuration allows none at all, so none can be used up."""
+        """Retries that the budget would grant now; None if the configuration allows none at all."""
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None

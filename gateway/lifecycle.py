@@ -1,9 +1,12 @@
-"""One gateway process from its start to its end: which signal does what, and how it gives way to a successor.
+"""The life of one gateway process: its start, its signals, its restart and its end.
 
-    SIGTERM   not ready for timeouts.grace, then drain and end      SIGINT  drain and end
-    SIGHUP    reopen the access log, take the configuration over    SIGUSR2 restart without refusing anything
+    SIGTERM   report not ready for timeouts.grace, then drain and end
+    SIGINT    drain and end
+    SIGHUP    reopen the access log and reload the configuration
+    SIGUSR2   restart without refusing a request
 
-A worker gets SIGUSR2 from its supervisor once another worker has its listening socket: it only drains.
+In a worker process SIGUSR2 only drains: its supervisor sends it once another worker listens on the
+socket.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 
 import uvloop
 
-from gateway.app import App, Origin
+from gateway.app import App
+from gateway.origin import Origin
 from gateway.restart import notify
 from gateway.restart.learned_state import booked, collect
 from gateway.restart.successor import HandoverError, Successor
@@ -26,10 +30,15 @@ from gateway.restart.successor import HandoverError, Successor
 log = logging.getLogger("penstock")
 
 
-def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:
-    """Run a gateway until SIGINT or SIGTERM; the exit code. `ready` is called once it listens.
+def run(
+    origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
+) -> int:
+    """Run a gateway until it is asked to end, and return its exit code.
 
-    Without `hangup_reloads` SIGHUP keeps its usual meaning for a program in a terminal; a worker only reopens its log.
+    ready           called once the gateway listens
+    hangup_reloads  if False, SIGHUP ends the process, as usual for a program in a terminal; a
+                    worker
+                    only reopens its access log on SIGHUP
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
@@ -58,7 +67,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 
 
 class _Process:
-    """The signals of a process, and what they have begun."""
+    """Handles the signals of a gateway process and owns the tasks that they start."""
 
     def __init__(self, app: App, origin: Origin) -> None:
         self._app = app
@@ -83,12 +92,17 @@ class _Process:
             add(signal.SIGUSR2, self._begin, self._restart)
 
     async def until_end(self) -> None:
-        """Return when the process has to end: after SIGTERM's grace, or when a successor serves all its clients."""
+        """Return when the process has to end.
+
+        That is after SIGTERM's grace period, or once a successor serves all of its clients.
+        """
         await self._ending.wait()
         if self._successor is not None:
             return
         notify.stopping(self._env)
-        if self._terminated:  # a person at a terminal need not wait for a balancer
+        # SIGTERM comes from an orchestrator, whose load balancer needs time to notice. After
+        # SIGINT, from a terminal, there is nothing to wait for.
+        if self._terminated:
             await self._app.recede()
 
     async def end(self) -> None:
@@ -109,8 +123,8 @@ class _Process:
 
     async def _hang_up(self) -> None:
         self._app.reopen_log()
-        if self._successor is not None:  # the configuration is the successor's now
-            return
+        if self._successor is not None:
+            return  # the successor owns the configuration now
         notify.reloading(self._env)
         try:
             await self._app.reloader.reload("signal")
@@ -123,10 +137,12 @@ class _Process:
 
     async def _restart(self) -> None:
         if self._restarting or self._ending.is_set():
-            log.warning("SIGUSR2: ignored, because a restart or the end of this process is under way")
+            log.warning("SIGUSR2 ignored: this process is already restarting or ending")
             return
         if os.getpid() == 1:
-            log.error("SIGUSR2: ignored in process 1, because its end would be the container's: replace the container")
+            log.error(
+                "SIGUSR2 ignored: the end of process 1 ends the container; replace the container"
+            )
             return
         self._restarting = True
         try:

@@ -1,8 +1,8 @@
-"""The file behind the access log: append blocks of lines, follow a file that was moved away, rotate by size.
+"""The file behind the access log: appends blocks of lines, reopens a moved file, rotates by size.
 
-Several processes may append to the same file: workers, and two processes during a restart. Each block goes out in one
-write with O_APPEND, so blocks do not mix. A LogFile is used by one thread at a time, and never by the event loop after
-its construction.
+Several processes may append to the same file: workers, and two processes during a restart. Each
+block is one write with O_APPEND, so blocks do not mix. A LogFile is used by one thread at a time.
+After its construction the event loop must not call it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 class Rotation(msgspec.Struct, frozen=True):
-    """Begin a new file at `size` bytes; keep so many older files, named FILE.1 (the newest) to FILE.N."""
+    """Start a new file at `size` bytes and keep `keep` older ones: FILE.1 (newest) to FILE.N."""
 
     size: int
     keep: int
@@ -34,14 +34,14 @@ class Rotation(msgspec.Struct, frozen=True):
 class LogFile:
     """An open log: a file by its path, or stdout.
 
-    Where the path leads to another file, or to none, the path is opened again before the next block. So a tool may
-    move the file away (logrotate) and signal nothing. A truncated file (copytruncate) is simply appended to.
+    If the path leads to another file or to none, it is opened again before the next block. So
+    logrotate may move the file without a signal. A truncated file (copytruncate) is appended to.
     """
 
     __slots__ = ("_fd", "_is_regular", "_needs_newline", "_path", "_rotation")
 
     def __init__(self, where: str, rotation: Rotation | None = None) -> None:
-        """Raise OSError when the file cannot be opened."""
+        """Raises OSError when the file cannot be opened."""
         self._path = None if where == "stdout" else Path(where)
         self._rotation = rotation
         self._needs_newline = False
@@ -49,9 +49,9 @@ class LogFile:
         self._is_regular = self._path is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, block: bytes) -> int:
-        """Append whole lines; return how many of them were lost. Only a full disk or a closed pipe loses any."""
+        """Append whole lines; return how many were lost, to a full disk or a closed pipe."""
         if self._is_regular:
-            with suppress(OSError):  # the old file is still open: lines go there rather than nowhere
+            with suppress(OSError):  # the old file is still open and takes the lines
                 self._prepare(len(block))
         prefix = b"\n" if self._needs_newline and block else b""
         data, written = prefix + block, 0
@@ -66,7 +66,7 @@ class LogFile:
         return 0
 
     def reopen(self) -> None:
-        """Open the path again if it leads to another file now. Raise OSError when that fails."""
+        """Open the path again if it leads to another file now. Raises OSError when that fails."""
         if self._path is None or not self._is_regular or self._is_current():
             return
         fresh = os.open(self._path, FLAGS, MODE)
@@ -83,28 +83,30 @@ class LogFile:
         if rotation is None or not self._is_full(rotation, length):
             return
         with self._locked():
-            if self._is_current() and self._is_full(rotation, length):  # else another process has rotated
+            if self._is_current() and self._is_full(
+                rotation, length
+            ):  # else another process has rotated it
                 self._shift(rotation.keep)
         self.reopen()
 
     def _is_full(self, rotation: Rotation, length: int) -> bool:
-        """Whether the next block would make the file too large. A single block larger than a file has to fit."""
+        """Return whether the next block would exceed the size; an empty file takes any block."""
         size = os.fstat(self._fd).st_size
         return size > 0 and size + length > rotation.size
 
     def _is_current(self) -> bool:
-        """Whether the path still leads to the file that is open."""
+        """Return whether the path still leads to the open file."""
         assert self._path is not None
         ours = os.fstat(self._fd)
         try:
-            there = os.stat(self._path)
+            current = os.stat(self._path)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return (current.st_dev, current.st_ino) == (ours.st_dev, ours.st_ino)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from rotating this very file."""
+        """Prevent other processes from rotating this file."""
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -112,7 +114,7 @@ class LogFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _shift(self, keep: int) -> None:
-        """Rename FILE to FILE.1, FILE.1 to FILE.2 and so on. The rename over FILE.N drops what was there."""
+        """Rename FILE to FILE.1, FILE.1 to FILE.2 and so on; the oldest file is overwritten."""
         assert self._path is not None
         for number in range(keep - 1, 0, -1):
             older = self._numbered(number)

@@ -1,9 +1,11 @@
-"""Counters, gauges and histograms that cost a list increment.
+"""Counters, gauges and histograms whose update costs a list increment. Pure: no I/O, no clock.
 
-Lives here: the mechanism. Not here: which metrics there are (metrics.py) and the text of a scrape (exposition.py).
-prometheus-client's own histograms take a lock and 2.3 us an observation; a gateway is one thread, so ours keep plain
-arrays and are read only when scraped.
-Owner of all numbers: the event loop's thread. Scraping from another thread may tear a histogram; do not.
+Lives here: the mechanism. Not here: which metrics exist (metrics.py), the text of a scrape
+(exposition.py) and the process_* metrics (process_metrics.py).
+
+prometheus-client's histograms take a lock and 2.3 us per observation. A gateway runs in one thread,
+so these keep plain lists. The event loop's thread owns all values: a scrape from another thread
+could read a half-updated histogram.
 """
 
 from __future__ import annotations
@@ -12,28 +14,25 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from time import monotonic, time
 from typing import Generic, TypeVar
 
 import msgspec
-from prometheus_client import Metric
-from prometheus_client.process_collector import ProcessCollector
 
 from gateway.sketch import bucket_of
 
 OTHER = "other"
-"""What a label says once it has shown as many values as it may."""
+"""Label value that stands for all values beyond the label's cap."""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A label and how many values it may show before the rest become OTHER."""
+    """A label, and how many values it may have before further ones become OTHER."""
 
     name: str
     cap: int = 64
 
 
 class Merge(StrEnum):
-    """How the same series of several processes become one."""
+    """How the series of several processes are merged into one."""
 
     SUM = "sum"
     MAX = "max"
@@ -43,23 +42,26 @@ class Merge(StrEnum):
 
 POOL = "pool"
 TELL_POOLS = ("endpoint", "prefill", "model")
-"""Labels whose values belong to one pool each, the most certain first."""
+"""Labels that determine the pool, the most reliable first."""
 
 Pools = Mapping[tuple[str, str], str]
-"""The pool by label and value."""
+"""The pool of each (label, value)."""
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 
 Mark = tuple[float, float, str, str]
-"""An exemplar: the value, its time (monotonic seconds), the request's id, its trace's id or ""."""
+"""An exemplar: the value, its time (monotonic seconds), the request id, and the trace id or ""."""
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What a family is: its documentation, its place on a board and its merging are made from this.
+    """The specification of a family.
 
-    buckets   upper bounds, ascending, +Inf left out
-    owner     the module that changes it          row     of the boards that it belongs to
-    marked    its buckets remember one request each, and quantiles can be read from its sketch
+    Its documentation, dashboard panel and merging are derived from it.
+
+    buckets        upper bounds, ascending, without +Inf
+    owner          the module that updates it
+    row            the dashboard row that shows it
+    has_exemplars  each bucket stores its newest request, and a sketch gives exact quantiles
     """
 
     name: str
@@ -74,27 +76,29 @@ class Spec(msgspec.Struct, frozen=True):
 
     @property
     def pool_of(self) -> str | None:
-        """The label whose value tells the pool, which is then one more label of a scrape; None: no such label."""
+        """The label that determines the pool, which a scrape adds; None if there is none."""
         names = [label.name for label in self.labels]
-        return None if POOL in names else next((name for name in TELL_POOLS if name in names), None)
+        if POOL in names:
+            return None
+        return next((name for name in TELL_POOLS if name in names), None)
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """The names of the labels that a scrape shows."""
+        """The names of the labels in a scrape."""
         names = tuple(label.name for label in self.labels)
         return names if self.pool_of is None else (*names, POOL)
 
     @property
     def unit(self) -> str:
-        """The base unit that its name ends in; "" for what is merely counted."""
+        """The base unit, which is the name's suffix; "" for plain counts."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
 
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
-    """What a histogram has counted: observations by bucket (not cumulative) and their sum.
+    """The value of a histogram: observations per bucket (not cumulative) and their sum.
 
-    marks   the newest request of each bucket, its time in Unix seconds; empty unless asked for
+    exemplars  the newest request of each bucket, with Unix time; empty unless requested
     """
 
     counts: list[int]
@@ -106,14 +110,14 @@ Values = dict[tuple[str, ...], float | Buckets]
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """A family at one moment: its values by label values, in the order of `spec.exposed`."""
+    """The values of a family at one moment, by the values of `spec.exposed_labels`."""
 
     spec: Spec
     values: Values
 
 
 class Counter:
-    """Only grows."""
+    """A value that only grows."""
 
     __slots__ = ("value",)
 
@@ -121,45 +125,47 @@ class Counter:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Adds `amount` (>= 0)."""
+        """Add `amount` (>= 0)."""
         self.value += amount
 
     def read(self) -> float:
-        """The value that a scrape sees."""
+        """Return the value for a scrape."""
         return self.value
 
 
 class Gauge:
-    """Goes up and down, or follows a function that is asked when scraped."""
+    """A value that goes up and down, or the result of a function called at each scrape."""
 
-    __slots__ = ("_source", "value")
+    __slots__ = ("_function", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._source: Callable[[], float | None] | None = None
+        self._function: Callable[[], float | None] | None = None
 
     def set(self, value: float) -> None:
-        """Now it is `value`."""
         self.value = value
 
     def inc(self, amount: float = 1.0) -> None:
-        """Adds `amount`."""
         self.value += amount
 
-    def follow(self, source: Callable[[], float | None]) -> None:
-        """From now on `source` is asked at each scrape; it must be quick and must not fail. None: nothing to show."""
-        self._source = source
+    def follow(self, function: Callable[[], float | None]) -> None:
+        """Call `function` at each scrape from now on. It must be fast and must not raise.
+
+        While it returns None, the series is not exposed.
+        """
+        self._function = function
 
     def read(self) -> float | None:
-        """The value a scrape sees."""
-        return self.value if self._source is None else self._source()
+        """Return the value for a scrape; None if there is nothing to expose."""
+        return self.value if self._function is None else self._function()
 
 
 class Histogram:
-    """Observations in buckets: counts[i] holds those in (bounds[i-1], bounds[i]], the last those above every bound.
+    """Observations in buckets: counts[i] counts (bounds[i-1], bounds[i]], the last one all above.
 
-    `marks` has the newest request of each bucket, which is all that exemplars ever cost. `sketch`
-    counts the same values in finer buckets (sketch.py), from which quantiles are read; filled by mark().
+    exemplars  the newest request of each bucket
+    sketch     the same values in finer buckets (sketch.py), for quantiles; updated by
+               observe_request() only
     """
 
     __slots__ = ("_bounds", "counts", "marks", "sketch", "sum")
@@ -172,79 +178,90 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts `value`, in the unit of the name (seconds)."""
+        """Count `value`, in the unit of the family's name."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def mark(self, mark: Mark) -> None:
-        """Counts the mark's value, and remembers it as the newest in its bucket."""
+        """Count the exemplar's value, and store it as the newest of its bucket."""
         value = mark[0]
-        at = bisect_left(self._bounds, value)
-        self.counts[at] += 1
+        index = bisect_left(self._bounds, value)
+        self.counts[index] += 1
         self.sum += value
         self.sketch[bucket_of(value)] += 1
         if not self.marks:
             self.marks = [None] * len(self.counts)
-        self.marks[at] = mark
+        self.marks[index] = mark
 
-    def buckets(self, zero: float | None = None) -> Buckets:
-        """What it has counted so far. With `zero`, the Unix time at which the monotonic clock began, each bucket comes
-        with its newest request."""
-        marks = [] if zero is None else [mark and _at_unix_time(mark, zero) for mark in self.marks]
+    def buckets(self, unix_offset: float | None = None) -> Buckets:
+        """Return the current value; with exemplars if `unix_offset` is given.
+
+        unix_offset  Unix time minus monotonic time, to convert the exemplars' times
+        """
+        marks: list[Mark | None] = []
+        if unix_offset is not None:
+            marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.marks]
         return Buckets(self.counts.copy(), self.sum, marks)
 
 
-def _at_unix_time(mark: Mark, zero: float) -> Mark:
-    value, at, request_id, trace_id = mark
-    return value, round(zero + at, 3), request_id, trace_id
+def _at_unix_time(mark: Mark, unix_offset: float) -> Mark:
+    value, observed_at, request_id, trace_id = mark
+    return value, round(unix_offset + observed_at, 3), request_id, trace_id
 
 
 Meter = TypeVar("Meter", Counter, Gauge, Histogram)
 
 
 class Family(Generic[Meter]):
-    """One metric with its labelled children. Resolve a child once, keep it, and observing costs no look-up."""
+    """One metric with its labelled children.
 
-    __slots__ = ("_make", "_meters", "_seen", "spec")
+    Look a child up once and keep it: updates are then cheap.
+    """
 
-    def __init__(self, spec: Spec, make: Callable[[], Meter]) -> None:
+    __slots__ = ("_children", "_create", "_label_values", "spec")
+
+    def __init__(self, spec: Spec, create: Callable[[], Meter]) -> None:
         self.spec = spec
-        self._make: Callable[[], Meter] = make
-        self._meters: dict[tuple[str, ...], Meter] = {}
-        self._seen: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
+        self._create: Callable[[], Meter] = create
+        self._children: dict[tuple[str, ...], Meter] = {}
+        self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> Meter:
-        """The child for these label values, in the order of the spec; made on first use."""
-        found = self._meters.get(values)
-        return found if found is not None else self._admit(values)
+        """Return the child for these label values, in spec order; created on first use."""
+        child = self._children.get(values)
+        return child if child is not None else self._add(values)
 
     def forget(self, label: str, value: str) -> None:
-        """Drops every child whose `label` is `value`: what a removed endpoint leaves. Its place is free again."""
-        place = [each.name for each in self.spec.labels].index(label)
-        self._seen[place].discard(value)
-        self._meters = {values: meter for values, meter in self._meters.items() if values[place] != value}
+        """Remove every child whose `label` is `value`, and free its place below the label's cap."""
+        index = [spec_label.name for spec_label in self.spec.labels].index(label)
+        self._label_values[index].discard(value)
+        self._children = {
+            values: child for values, child in self._children.items() if values[index] != value
+        }
 
     def clear(self) -> None:
-        """Drops every child."""
-        self._meters = {}
-        for seen in self._seen:
-            seen.clear()
+        """Remove every child."""
+        self._children = {}
+        for values in self._label_values:
+            values.clear()
 
     def children(self) -> Iterator[tuple[tuple[str, ...], Meter]]:
-        """(label values, child), in order of first use."""
-        return iter(self._meters.items())
+        """Yield (label values, child) in order of creation."""
+        return iter(self._children.items())
 
-    def _admit(self, values: tuple[str, ...]) -> Meter:
+    def _add(self, values: tuple[str, ...]) -> Meter:
         if len(values) != len(self.spec.labels):
-            raise ValueError(f"{self.spec.name} has {len(self.spec.labels)} labels, not {len(values)}")
-        capped = tuple(map(self._capped, self.spec.labels, self._seen, values))
-        return self._meters.setdefault(capped, self._make())
+            raise ValueError(
+                f"{self.spec.name} has {len(self.spec.labels)} labels, not {len(values)}"
+            )
+        capped = tuple(map(self._capped, self.spec.labels, self._label_values, values))
+        return self._children.setdefault(capped, self._create())
 
     @staticmethod
-    def _capped(label: Label, seen: set[str], value: str) -> str:
-        if value not in seen and len(seen) >= label.cap:
+    def _capped(label: Label, known: set[str], value: str) -> str:
+        if value not in known and len(known) >= label.cap:
             return OTHER
-        seen.add(value)
+        known.add(value)
         return value
 
 
@@ -252,7 +269,7 @@ AnyFamily = Family[Counter] | Family[Gauge] | Family[Histogram]
 
 
 class Section:
-    """Where families are made: those of one owner and one row of the boards."""
+    """Creates the families of one owner that belong to one dashboard row."""
 
     __slots__ = ("_families", "_owner", "_row")
 
@@ -262,24 +279,36 @@ class Section:
         self._owner = owner
 
     def counter(self, name: str, text: str, *labels: Label) -> Family[Counter]:
-        """A new family of counters; `name` without the suffix _total is refused, so that both spellings agree."""
+        """Create a family of counters. Raises ValueError unless the name ends in _total.
+
+        With the suffix the Prometheus and OpenMetrics names agree.
+        """
         if not name.endswith("_total"):
             raise ValueError(f"counter {name} must end in _total")
         family = Family(self._spec(name, "counter", text, labels), Counter)
         self._families.append(family)
         return family
 
-    def gauge(self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM) -> Family[Gauge]:
-        """A new family of gauges. What several processes each have a part of is summed; all else says its `merge`."""
-        family = Family(msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge), Gauge)
+    def gauge(
+        self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM
+    ) -> Family[Gauge]:
+        """Create a family of gauges. The values of several processes are merged by `merge`."""
+        spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
+        family = Family(spec, Gauge)
         self._families.append(family)
         return family
 
     def histogram(
-        self, name: str, text: str, bounds: tuple[float, ...], *labels: Label, marked: bool = False
+        self,
+        name: str,
+        text: str,
+        bounds: tuple[float, ...],
+        *labels: Label,
+        marked: bool = False,
     ) -> Family[Histogram]:
-        """A new family of histograms with ascending upper `bounds`; one that is `marked` shows exemplars."""
-        spec = msgspec.structs.replace(self._spec(name, "histogram", text, labels), buckets=bounds, marked=marked)
+        """Create a family of histograms with ascending upper `bounds`."""
+        spec = self._spec(name, "histogram", text, labels)
+        spec = msgspec.structs.replace(spec, buckets=bounds, marked=marked)
         family = Family(spec, lambda: Histogram(bounds))
         self._families.append(family)
         return family
@@ -289,46 +318,43 @@ class Section:
 
 
 class Meters:
-    """The families of one process, and what the system knows of the process; no global registry is touched."""
+    """The metric families of one process. There is no global registry."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
-        self._process = ProcessCollector(registry=None)
 
     def section(self, row: str, owner: str) -> Section:
-        """Makes families that `owner` (a module's path below gateway/) changes and that stand in this row."""
+        """Return a factory for the families that `owner`, a module path, updates."""
         return Section(self.families, row, owner)
 
-    def readings(self, pools: Pools, *, exemplars: bool = False) -> Iterator[Reading]:
-        """What each family has counted, and the standard `process_*` metrics; buckets with their newest requests if
-        `exemplars` is set."""
-        zero = time() - monotonic() if exemplars else None
+    def readings(self, pools: Pools, unix_offset: float | None = None) -> Iterator[Reading]:
+        """Yield the values of each family.
+
+        pools        the pool of each endpoint and model, for the pool label
+        unix_offset  Unix time minus monotonic time; if given, buckets have exemplars
+        """
         for family in self.families:
-            values = _values(family, zero)
-            yield Reading(
-                family.spec, values if family.spec.pool_of is None else _with_pools(family.spec, values, pools)
-            )
-        yield from map(_of_process, self._process.collect())
+            values = _values(family, unix_offset)
+            if family.spec.pool_of is not None:
+                values = _with_pools(family.spec, values, pools)
+            yield Reading(family.spec, values)
 
 
 def _with_pools(spec: Spec, values: Values, pools: Pools) -> Values:
-    """Each series with the pool of its endpoint or model; "" where it has none, which is as if there was no label."""
+    """Add the pool label to each series: "", which equals no label, where there is no pool."""
     names = [label.name for label in spec.labels]
-    at = names.index(spec.pool_of or "")
-    return {(*labels, pools.get((names[at], labels[at]), "")): value for labels, value in values.items()}
+    index = names.index(spec.pool_of or "")
+    return {
+        (*labels, pools.get((names[index], labels[index]), "")): value
+        for labels, value in values.items()
+    }
 
 
-def _values(family: AnyFamily, zero: float | None) -> Values:
-    found: Values = {}
-    for values, meter in family.children():
-        value = meter.buckets(zero if family.spec.marked else None) if isinstance(meter, Histogram) else meter.read()
-        if value is not None:
-            found[values] = value
-    return found
-
-
-def _of_process(metric: Metric) -> Reading:
-    """A metric of prometheus-client's collector. The group of processes started when its first process did."""
-    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-    merge = Merge.MIN if metric.name == "process_start_time_seconds" else Merge.SUM
-    return Reading(Spec(name, metric.type, metric.documentation, merge=merge), {(): metric.samples[0].value})
+def _values(family: AnyFamily, unix_offset: float | None) -> Values:
+    values: Values = {}
+    for labels, child in family.children():
+        if isinstance(child, Histogram):
+            values[labels] = child.buckets(unix_offset if family.spec.marked else None)
+        elif (value := child.read()) is not None:
+            values[labels] = value
+    return values

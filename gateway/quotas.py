@@ -1,6 +1,7 @@
-"""Tenants' quotas: taken once a request is understood, put right when it is over, told in x-ratelimit headers.
+"""Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
 
-The arithmetic is policies.quota's. Not here: shares of a contended pool, or refusals for the fleet's sake (gate.py).
+The arithmetic is in policies.quota. Not here: shares of a contended pool and refusals that protect
+the fleet (see the admission controller).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from policies.quota import Limits, Quota, Refused
 
 
 class Quotas:
-    """Quotas by tenant; those without limits have none. Live: a reload that keeps a tenant's limits keeps its quota.
+    """Quotas by tenant; a tenant without limits has none.
 
-    news  where other gateways hear of what is taken here; None: there are none
+    A reload keeps the quota of an unchanged tenant.
+
+    updates  collects what is taken here, for the other gateways; None if there are none
     """
 
     __slots__ = ("by_tenant", "news")
@@ -28,14 +31,31 @@ class Quotas:
         self.news: News | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these limits; whose change begins with a full minute's worth."""
-        limits = {each.name: Limits(each.limits.requests_per_minute, each.limits.tokens_per_minute) for each in tenants}
-        kept = {name: quota for name, quota in self.by_tenant.items() if quota.limits == limits.get(name)}
-        fresh = {name: Quota(each) for name, each in limits.items() if name not in kept and each != Limits()}
-        self.by_tenant = kept | fresh
+        """Apply these tenants' limits.
+
+        A tenant whose limits changed starts with a full minute's allowance.
+        """
+        limits = {
+            tenant.name: Limits(tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute)
+            for tenant in tenants
+        }
+        unchanged = {
+            name: quota
+            for name, quota in self.by_tenant.items()
+            if quota.limits == limits.get(name)
+        }
+        new = {
+            name: Quota(limit)
+            for name, limit in limits.items()
+            if name not in unchanged and limit != Limits()
+        }
+        self.by_tenant = unchanged | new
 
     def take(self, request: Request) -> Quota | None:
-        """What the request was taken from, for settle(). Raises GatewayError when its tenant has asked for too much."""
+        """Charge the request to its tenant's quota; return the quota, None without limits.
+
+        Raises GatewayError when the quota is exhausted.
+        """
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:
             tokens = request.prompt_tokens + request.output_tokens
@@ -47,7 +67,11 @@ class Quotas:
         return quota
 
     def settle(self, quota: Quota, request: Request, output_tokens: int | None) -> None:
-        """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
+        """Correct the charge of a request that has ended.
+
+        output_tokens  tokens that the engine generated; None if the request was refused: it is
+                       refunded
+        """
         if output_tokens is None:
             requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
             quota.give_back(-tokens, request.prompts)
@@ -59,12 +83,12 @@ class Quotas:
 
 
 def refusal(refused: Refused) -> GatewayError:
-    """As the client hears it, in the words that OpenAI's SDKs know."""
+    """Build the 429 response, with the x-ratelimit headers that OpenAI's SDKs read."""
     what, limit = refused.what, refused.limit
     return GatewayError(
         Failure.TENANT_RATE_LIMITED,
-        f"This key may ask for {limit} {what} per minute, and {refused.remaining} are left; "
-        f"enough are in {refused.retry_after_s:.1f} s.",
+        f"This key is limited to {limit} {what} per minute; {refused.remaining} are left. "
+        f"Retry in {refused.retry_after_s:.1f} s.",
         retry_after_s=refused.retry_after_s,
         headers=(
             (f"x-ratelimit-limit-{what}", str(limit)),

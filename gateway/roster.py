@@ -1,7 +1,8 @@
-"""Who is in the endpoint table: live endpoints by slot, and what a configuration makes of them.
+"""The registry of endpoints: live endpoints by slot, and what a configuration changes about them.
 
-plan() decides and touches nothing; take() carries it out. An endpoint is known by its pool and URL: its load, health,
-connections and slot stay with it whatever else a configuration says of it. One that left keeps them until release().
+plan() computes the changes without side effects; apply() makes them. An endpoint is identified by
+its pool and URL. Its load, health, connections and slot survive any other change of its
+configuration. After an endpoint has left the configuration, it keeps them until release().
 """
 
 from __future__ import annotations
@@ -26,28 +27,34 @@ from policies.speed_record import SpeedRecord
 
 log = logging.getLogger("penstock")
 
-HEALTHY = Health()  # nothing ever went wrong: a success has nothing to tell it
+# Health of an endpoint that has never failed. Callers compare by identity to skip success events.
+HEALTHY = Health()
 
 
 class LiveEndpoint:
-    """One TP group with everything live about it.
+    """One endpoint (a TP group) with all of its live state.
 
-    backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
-    produced        tokens the engine says it has ever generated, at its last scrape
-    kv_received_bytes   of KV from other engines, as it says, since its last start; None: it does not say
-    stalled         it was found wedged: its /health is not believed until it generates again
-    doubted_until   it gets few requests until then, for another endpoint has overtaken it; else None
-    leaving         no configuration in force has it; requests of an older one may still be there
-    drained         an operator wants it to get nothing new
-    speed           the evidence of how fast it is, and the verdict on it
-    warm_from       when it began to be asked (again), while it is given less than its cap for that; else None
-    sent_tokens, hit_tokens   prompt tokens ever sent there, and those of them believed to be cached there
+    backlog_tokens      prefill_tokens when the engine last sent a byte: work that may explain
+                        silence
+    generated_tokens    output tokens since the engine's start, from its last scrape
+    kv_received_bytes   KV received from other engines since its start; None if it does not report
+                        it
+    is_stalled          found stalled: /health is not trusted until it generates again
+    throttled_until     end of a period with few requests, after another endpoint overtook it; else
+                        None
+    is_leaving          in no configuration in force; requests of an older one may still run there
+    is_drained          an operator drained it: it gets no new requests
+    speed               the measurements of its speed, and the verdict on them
+    slow_start_at       when it (re)entered rotation, while its concurrency is still ramping up;
+                        else None
+    sent_tokens         prompt tokens ever sent to it
+    hit_tokens          those of sent_tokens that the prefix index believed to be cached there
     """
 
     __slots__ = (
-        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "health", "hit_tokens", "key_header"),
-        *("kv_received_bytes", "leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "speed"),
-        *("stalled", "upstream"),
+        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "health"),
+        *("hit_tokens", "key_header", "kv_received_bytes", "leaving", "load", "models"),
+        *("models_at", "produced", "sent_tokens", "spec", "speed", "stalled", "upstream"),
         "warm_from",
     )
 
@@ -56,13 +63,13 @@ class LiveEndpoint:
         endpoint: Endpoint,
         spec: EndpointSpec,
         load: EndpointLoad,
-        patience: Patience,
-        outbox: Outbox,
+        timeouts: Patience,
+        write_queue: Outbox,
         encryption: Encryption | None = None,
     ) -> None:
         self.load = load
-        self.upstream = Upstream(spec.url, None, patience, outbox, encryption)
-        self.become(endpoint, spec, patience, encryption)
+        self.upstream = Upstream(spec.url, None, timeouts, write_queue, encryption)
+        self.become(endpoint, spec, timeouts, encryption)
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
         self.models_at: float | None = None
@@ -74,14 +81,20 @@ class LiveEndpoint:
         self.speed = SpeedRecord()
         self.stalled = self.leaving = self.drained = False
 
-    def become(self, endpoint: Endpoint, spec: EndpointSpec, patience: Patience, encryption: Encryption | None) -> None:
-        """What the configuration now says of it."""
+    def become(
+        self,
+        endpoint: Endpoint,
+        spec: EndpointSpec,
+        timeouts: Patience,
+        encryption: Encryption | None,
+    ) -> None:
+        """Apply the attributes that the configuration now has for this endpoint."""
         key = spec.api_key.reveal() if spec.api_key is not None else None
         self.endpoint = endpoint
         self.spec = spec
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
         self.encryption = encryption
-        self.upstream.become(key, patience, encryption)
+        self.upstream.become(key, timeouts, encryption)
 
 
 def step_tokens(live: LiveEndpoint) -> int:
@@ -92,7 +105,7 @@ def step_tokens(live: LiveEndpoint) -> int:
 
 
 class Member(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint of a configuration, with the live one that it is or will be."""
+    """An endpoint of a configuration, with the live endpoint that it is or will become."""
 
     live: LiveEndpoint
     endpoint: Endpoint
@@ -100,8 +113,11 @@ class Member(msgspec.Struct, frozen=True, eq=False):
 
 
 class Adoption(msgspec.Struct, frozen=True, eq=False):
-    """What a configuration makes of the table. `pools` are candidates by pool; it holds until the table changes.
-    `passed_over` are those who were found and whose name is another's, with their pools."""
+    """What a configuration makes of the registry. Valid until the registry changes.
+
+    pools           candidates by pool
+    name_conflicts  (pool, spec) of discovered endpoints whose name another endpoint already has
+    """
 
     config: Config
     patience: Patience
@@ -110,13 +126,13 @@ class Adoption(msgspec.Struct, frozen=True, eq=False):
     passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
 
     def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Those of the candidates whose engine lists the model."""
+        """Return the candidates whose engine lists the model."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
-        return tuple(each for each in candidates if id(each.load) in listing)
+        return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
 
 
 class Moves(msgspec.Struct, frozen=True, eq=False):
-    """Who came and who left, and the names that nobody has any more."""
+    """Endpoints that were added and removed, and the names that no endpoint has any more."""
 
     came: tuple[LiveEndpoint, ...]
     left: tuple[LiveEndpoint, ...]
@@ -124,117 +140,140 @@ class Moves(msgspec.Struct, frozen=True, eq=False):
 
 
 class Roster:
-    """The live endpoints. `by_slot` is always the same list; a slot that is free keeps its last owner's shell.
+    """All live endpoints.
 
-    found   those that were discovered, by pool; discovery alone writes it
+    `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
+
+    discovered  discovered endpoints by pool; written by Discovery only
     """
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, write_queue: Outbox) -> None:
         self.by_slot: list[LiveEndpoint] = []
         self._free: set[int] = set()
-        self._outbox = outbox
-        self._first = True
+        self._write_queue = write_queue
+        self._is_first_plan = True
         self._contexts = ClientContexts()
-        self._passed_over: frozenset[tuple[str, str]] = frozenset()
+        self._reported_conflicts: frozenset[tuple[str, str]] = frozenset()
         self.found: dict[str, tuple[EndpointSpec, ...]] = {}
 
     def all(self) -> tuple[LiveEndpoint, ...]:
-        """Everybody, those who are leaving included."""
+        """Return all endpoints, including those that are leaving."""
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> Adoption:
-        """What `config` would make of the table. Changes nothing."""
-        patience = Patience(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall)
+        """Compute what `config` would make of the registry. Changes nothing."""
+        timeouts = Patience(
+            config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
+        )
         known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
-        slots = self._slots()
+        slots = self._unused_slots()
         members = []
-        found, passed_over = self._found(config)
-        for pool, spec in config.pools.items():
-            for each in (*spec.endpoints, *found.get(pool, ())):
-                endpoint = described(pool, each)
+        discovered, conflicts = self._usable_discovered(config)
+        for pool, pool_spec in config.pools.items():
+            for spec in (*pool_spec.endpoints, *discovered.get(pool, ())):
+                endpoint = described(pool, spec)
                 live = known.get((pool, endpoint.url))
                 if live is None:
                     load = EndpointLoad(next(slots), expected(config, endpoint))
-                    live = LiveEndpoint(endpoint, each, load, patience, self._outbox, self._contexts.of(each))
-                members.append(Member(live, endpoint, each))
+                    encryption = self._contexts.of(spec)
+                    live = LiveEndpoint(
+                        endpoint, spec, load, timeouts, self._write_queue, encryption
+                    )
+                members.append(Member(live, endpoint, spec))
         pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
         for member in members:
             pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
-        candidates = {pool: tuple(each) for pool, each in pools.items()}
-        return Adoption(config, patience, tuple(members), candidates, tuple(passed_over))
+        candidates = {pool: tuple(listed) for pool, listed in pools.items()}
+        return Adoption(config, timeouts, tuple(members), candidates, tuple(conflicts))
 
-    def _found(self, config: Config) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
-        """By pool, those that were found besides those that the configuration names; and those whose name is another's,
-        in whatever pool. They are in once nobody else is called so: their source would not tell of them again."""
-        taken = {each.shown_name for spec in config.pools.values() for each in spec.endpoints}
-        found: dict[str, list[EndpointSpec]] = {}
-        passed_over = []
-        for pool, spec in config.pools.items():
-            named = {each.url for each in spec.endpoints}
-            for each in self.found.get(pool, ()) if spec.discover is not None else ():
-                if each.url in named:
+    def _usable_discovered(
+        self, config: Config
+    ) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
+        """Return the discovered endpoints by pool, and (pool, spec) of those with a name conflict.
+
+        Endpoints that the configuration also lists are left out. Names are unique over all pools. A
+        conflicting endpoint joins once its name is free, without waiting for a new report of its
+        source.
+        """
+        used_names = {spec.shown_name for pool in config.pools.values() for spec in pool.endpoints}
+        usable: dict[str, list[EndpointSpec]] = {}
+        conflicts = []
+        for pool, pool_spec in config.pools.items():
+            configured = {spec.url for spec in pool_spec.endpoints}
+            for spec in self.found.get(pool, ()) if pool_spec.discover is not None else ():
+                if spec.url in configured:
                     continue
-                if each.shown_name in taken:
-                    passed_over.append((pool, each))
+                if spec.shown_name in used_names:
+                    conflicts.append((pool, spec))
                 else:
-                    taken.add(each.shown_name)
-                    found.setdefault(pool, []).append(each)
-        return found, passed_over
+                    used_names.add(spec.shown_name)
+                    usable.setdefault(pool, []).append(spec)
+        return usable, conflicts
 
-    def _slots(self) -> Iterator[int]:
-        """Slots to give, in order: the freed ones, then new ones."""
+    def _unused_slots(self) -> Iterator[int]:
+        """Yield the slots to assign: first the freed ones, then new ones."""
         yield from sorted(self._free)
         yield from count(len(self.by_slot))
 
-    def take(self, adoption: Adoption) -> Moves:
-        """Carry it out: newcomers get their slots, everybody the attributes that the configuration says."""
+    def take(self, plan: Adoption) -> Moves:
+        """Apply a plan: give new endpoints their slots and update the attributes of all others."""
         before = {id(live): live.endpoint.name for live in self.all() if not live.leaving}
-        came = [member.live for member in adoption.members if id(member.live) not in before]
-        for member in adoption.members:
+        added = [member.live for member in plan.members if id(member.live) not in before]
+        for member in plan.members:
             live = member.live
             if live.leaving or not self._has(live):
                 self._enter(live)
-            live.become(member.endpoint, member.spec, adoption.patience, self._contexts.of(member.spec))
-        staying = {id(member.live) for member in adoption.members}
-        left = [live for live in self.all() if id(live) in before and id(live) not in staying]
-        for live in left:
+            encryption = self._contexts.of(member.spec)
+            live.become(member.endpoint, member.spec, plan.patience, encryption)
+        staying = {id(member.live) for member in plan.members}
+        removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
+        for live in removed:
             live.leaving = True
-        names = set(before.values()) - {member.endpoint.name for member in adoption.members}
-        self._tell(adoption.passed_over)
-        self._first = False
-        return Moves(tuple(came), tuple(left), tuple(sorted(names)))
+        names = set(before.values()) - {member.endpoint.name for member in plan.members}
+        self._report_conflicts(plan.passed_over)
+        self._is_first_plan = False
+        return Moves(tuple(added), tuple(removed), tuple(sorted(names)))
 
-    def _tell(self, passed_over: tuple[tuple[str, EndpointSpec], ...]) -> None:
-        """Once of each, for as long as it is passed over."""
-        before, self._passed_over = self._passed_over, frozenset((pool, each.url) for pool, each in passed_over)
-        for pool, each in passed_over:
-            if (pool, each.url) not in before:
-                name = each.shown_name
-                log.warning("pool %s: %s is passed over: another endpoint is called %s", pool, each.url, name)
+    def _report_conflicts(self, conflicts: tuple[tuple[str, EndpointSpec], ...]) -> None:
+        """Log each name conflict once for as long as it lasts."""
+        before = self._reported_conflicts
+        self._reported_conflicts = frozenset((pool, spec.url) for pool, spec in conflicts)
+        for pool, spec in conflicts:
+            if (pool, spec.url) not in before:
+                log.warning(
+                    "pool %s: %s is ignored: another endpoint is already named %s",
+                    pool,
+                    spec.url,
+                    spec.shown_name,
+                )
 
     def _has(self, live: LiveEndpoint) -> bool:
         slot = live.load.slot
         return slot < len(self.by_slot) and self.by_slot[slot] is live and slot not in self._free
 
     def _enter(self, live: LiveEndpoint) -> None:
-        """One who returns before it was gone stays what it was. A newcomer is asked once a probe has found it well."""
+        """Put an endpoint into its slot. One that is re-added before its release keeps its state.
+
+        A new endpoint starts as ejected, so it gets requests only after a successful probe. The
+        endpoints of the first configuration are exempt.
+        """
         slot = live.load.slot
         live.leaving = False
         if self._has(live):
             return
-        if not self._first:
+        if not self._is_first_plan:
             now = monotonic()
             live.health = Health(State.EJECTED, now, until=now)
         self._free.discard(slot)
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
-        """Nobody can ask for it any more: its slot may be given to another."""
+        """Free the slot of an endpoint that no request can reach any more."""
         self._free.add(live.load.slot)
 
 
 def described(pool: str, spec: EndpointSpec) -> Endpoint:
-    """The endpoint as policies see it."""
+    """Convert an endpoint's configuration to the value that policies work with."""
     layout = spec.layout
     return Endpoint(
         name=spec.shown_name,
@@ -254,7 +293,7 @@ def described(pool: str, spec: EndpointSpec) -> Endpoint:
 
 
 def _bootstrap(spec: EndpointSpec) -> str | None:
-    """A port alone is of the endpoint's own host."""
+    """Return the bootstrap address; a bare port (":8998") is on the endpoint's own host."""
     if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
         return spec.bootstrap
     host = urlsplit(spec.url).netloc.rpartition(":")[0]
@@ -262,13 +301,18 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
 
 
 def expected(config: Config, endpoint: Endpoint) -> Belief:
-    """How fast a newcomer is taken to be: by its GPU, its layout, and the largest model of its pool."""
-    sized = [model for model in config.models if model.pool == endpoint.pool and model.parameters is not None]
-    model = max(sized, key=lambda each: each.parameters or 0.0, default=None)
+    """Estimate a new endpoint's speed from its GPU, its layout and its pool's largest model."""
+    sized = [
+        model
+        for model in config.models
+        if model.pool == endpoint.pool and model.parameters is not None
+    ]
+    model = max(sized, key=lambda candidate: candidate.parameters or 0.0, default=None)
     params_b = active_b = None
     if model is not None:
         params_b, active_b = model.parameters, model.active_parameters
     elif "gpu" not in endpoint.labels:
         return Belief()
     layout = endpoint.layout
-    return Belief(shape_for(endpoint.labels.get("gpu"), layout.tp, layout.pp, params_b, active_b))
+    gpu = endpoint.labels.get("gpu")
+    return Belief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))

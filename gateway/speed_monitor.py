@@ -1,7 +1,7 @@
-"""The speed monitor: once a second it compares the endpoints of every pool and reports whose verdict has changed.
+"""The speed monitor: compares the endpoints of every pool once a second.
 
-The comparison is policies/outlier.py's, what follows from a verdict endpoints.py's. Prefill evidence comes from
-bookings; the pace of streams is sampled here, so that a chunk costs nothing.
+The comparison is in policies.outlier; the endpoint table acts on the verdicts. Prefill times are
+measured by bookings. The pace of streams is sampled here, so that it costs nothing per chunk.
 """
 
 from __future__ import annotations
@@ -19,45 +19,50 @@ from policies.stall import Expectations
 
 REVIEW_S = 1.0
 GLANCE_S = 0.05
-LATE_GLANCES = 3  # intervals between two calls from which on the gateway itself was held up
-GPU = "gpu"  # the label that declares unequal hardware
+LATE_GLANCES = 3  # intervals between two calls above which the gateway itself was delayed
+GPU = "gpu"  # the endpoint label that declares its hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
 SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
 class SpeedMonitor:
-    """Samples streams and reviews pools. `limits` are replaced by a reload."""
+    """Samples streams and reviews pools. A reload replaces `limits`."""
 
-    __slots__ = ("_expectations", "_glanced_at", "_pieces", "limits", "reviewed_at")
+    __slots__ = ("_events", "_expectations", "_glanced_at", "limits", "reviewed_at")
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
         self.reviewed_at = self._glanced_at = 0.0
-        self._pieces: dict[LiveEndpoint, dict[Relay, int]] = {}
+        self._events: dict[LiveEndpoint, dict[Relay, int]] = {}
         self._expectations: dict[str, Expectations] = {}
 
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
-        """Endpoints whose verdict has changed. May be called more often than a review is due."""
-        passed_s = now - self.reviewed_at
-        if passed_s < REVIEW_S:
+        """Review all pools if a review is due; yield the endpoints whose verdict has changed."""
+        elapsed_s = now - self.reviewed_at
+        if elapsed_s < REVIEW_S:
             return
         self.reviewed_at = now
-        pieces, self._pieces = self._pieces, {}
+        events, self._events = self._events, {}
         for pool, candidates in pools.items():
             lives = [by_slot[candidate.load.slot] for candidate in candidates]
             for live in lives:
-                self._pieces[live] = sample_streams(live, pieces.get(live, {}), passed_s, now)
+                self._events[live] = sample_streams(live, events.get(live, {}), elapsed_s, now)
             yield from self._review(pool, lives, now)
 
-    def _review(self, pool: str, lives: Sequence[LiveEndpoint], now: float) -> Iterator[tuple[LiveEndpoint, Verdict]]:
-        """One pool. Endpoints out of rotation are neither judged nor a yardstick."""
+    def _review(
+        self, pool: str, lives: Sequence[LiveEndpoint], now: float
+    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+        """Review one pool.
+
+        Endpoints out of rotation are not judged, and peers are not compared to them.
+        """
         rated = [live for live in lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
-        expectations = self._expectations_of(pool)
-        expectations.yardsticks = outlier.review([_member(live) for live in rated], now, self.limits)
+        members = [_member(live) for live in rated]
+        self._expectations_of(pool).yardsticks = outlier.review(members, now, self.limits)
         for live, verdict in zip(rated, before, strict=True):
             if live.speed.verdict is not verdict:
                 yield live, live.speed.verdict
@@ -65,28 +70,37 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> list[LiveEndpoint]:
-        """Endpoints to doubt: their prefill step under way takes much longer than at their peers. Due every GLANCE_S.
+        """Return the endpoints to doubt: their prefill step takes much longer than at their peers.
 
-        After a gap between two calls the gateway itself was held up, and the age of a step proves nothing.
+        Called every GLANCE_S. After a gap between two calls the gateway itself was delayed, and the
+        age of a step proves nothing.
         """
-        passed_s, self._glanced_at = now - self._glanced_at, now
-        if passed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
+        elapsed_s, self._glanced_at = now - self._glanced_at, now
+        if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
             return []
         result: list[LiveEndpoint] = []
         for pool, candidates in pools.items():
             if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
                 rated = [live for each in candidates if _is_rated(live := by_slot[each.load.slot])]
-                stalled = self._expectations_of(pool).stalled([_member(live) for live in rated], now)
+                stalled = self._expectations_of(pool).stalled(
+                    [_member(live) for live in rated], now
+                )
                 doubted = [live.load.ceiling <= SUSPECT_CEILING for live in rated]
                 result += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return result
 
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
-        """Seconds to the first byte of an answer behind so many prompt tokens; None while that is not known."""
-        return self._expectations_of(live.endpoint.pool).first_byte_s(_member(live), *_work(request, tokens))
+        """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
+        expectations = self._expectations_of(live.endpoint.pool)
+        return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
-    def left_s(self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float) -> float | None:
-        """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
+    def left_s(
+        self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float
+    ) -> float | None:
+        """Predict how many more seconds a late request will wait for its first byte.
+
+        Returns None while the request is not late.
+        """
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.left_s(_member(live), *_work(request, tokens), waited_s, now)
 
@@ -98,18 +112,18 @@ class SpeedMonitor:
 
 
 def _work(request: Request, tokens: int) -> tuple[Measure, int]:
-    """What the first byte of an answer waits for: `tokens` of prompts, or the whole answer."""
-    streams = request.stream or request.output_tokens == 1
-    return (Measure.TTFT, tokens) if streams else (Measure.ANSWER, request.output_tokens)
+    """Return what the first byte waits for: `tokens` of prompts, or the whole answer."""
+    is_streamed = request.stream or request.output_tokens == 1
+    return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
 
 
 def _is_rated(live: LiveEndpoint) -> bool:
-    """Whether it is compared with others: endpoints out of rotation are neither judged nor a yardstick."""
+    """Return whether the endpoint is in rotation, and so compared with its peers."""
     return live.health.state in IN_ROTATION and not live.drained
 
 
 def _has_waited(live: LiveEndpoint, now: float) -> bool:
-    """Whether a prefill step is under way there that may be a stall."""
+    """Return whether the endpoint's current prefill step may have stalled."""
     return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
 
 
@@ -118,36 +132,48 @@ def _member(live: LiveEndpoint) -> Member:
 
 
 def kind_of(endpoint: Endpoint) -> Hashable:
-    """What the configuration declares of the endpoint's speed: peers have the same."""
-    return endpoint.role, endpoint.engine, endpoint.layout, endpoint.labels.get(GPU), endpoint.served_model
+    """Return the attributes that determine speed; endpoints with equal ones are peers."""
+    return (
+        endpoint.role,
+        endpoint.engine,
+        endpoint.layout,
+        endpoint.labels.get(GPU),
+        endpoint.served_model,
+    )
 
 
-def sample_streams(live: LiveEndpoint, before: Mapping[Relay, int], passed_s: float, now: float) -> dict[Relay, int]:
-    """Count what the endpoint's streams made since the last time; the pieces that each has made by now."""
-    pieces: dict[Relay, int] = {}
-    streams = made = 0
+def sample_streams(
+    live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
+) -> dict[Relay, int]:
+    """Record the endpoint's pace: events of its streams since the last sample, `before`.
+
+    Returns the total events of each stream so far, for the next call.
+    """
+    totals: dict[Relay, int] = {}
+    streams = events = 0
     for connection in live.upstream.connections:
         relay = connection.streaming
         if relay is not None:
-            pieces[relay] = events = relay.events
+            totals[relay] = total = relay.events
             last = before.get(relay)
             if last is not None:
                 streams += 1
-                made += events - last
-    live.speed.streamed(streams, made, passed_s, now)
-    return pieces
+                events += total - last
+    live.speed.streamed(streams, events, elapsed_s, now)
+    return totals
 
 
 def describe(slowness: Slowness) -> str:
-    """How slow an endpoint is, for the log and the live page."""
-    seconds, peers_s = slowness.seconds * 1000, slowness.peers_s * 1000
-    what = MEASURES[slowness.measure]
-    return f"{slowness.ratio:.1f} times as slow as its peers {what} ({seconds:.0f} ms, they {peers_s:.0f} ms)"
+    """Describe how slow an endpoint is, for the log and the live page."""
+    own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
+    measure = MEASURES[slowness.measure]
+    times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
+    return f"{slowness.ratio:.1f} times as slow as its peers {measure} ({times})"
 
 
 def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """The least loaded of the well ones with the endpoint's role, of its kind if there is one."""
-    well = [
+    """Return the least loaded healthy endpoint of the same role, preferably same hardware."""
+    healthy = [
         other
         for other in others
         if other is not live
@@ -156,4 +182,8 @@ def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoin
         and other.endpoint.role is live.endpoint.role
     ]
     kind = kind_of(live.endpoint)
-    return min(well, key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight), default=None)
+    return min(
+        healthy,
+        key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight),
+        default=None,
+    )

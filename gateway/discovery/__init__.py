@@ -1,4 +1,5 @@
-"""Who else is in a pool: endpoints that DNS, a file or Kubernetes name, besides those that stand in the configuration.
+"""Service discovery: endpoints that DNS, a file or Kubernetes list, besides the configured ones.
 
-source.py says what a source is, discovery.py follows one per pool and hands what it finds to the endpoint table.
+source.py defines what a source is. discovery.py runs one per pool and hands its endpoints to the
+endpoint table.
 """

@@ -1,6 +1,7 @@
-"""One source per pool that has one, followed while the configuration has it; what it finds goes the way of a reload.
+"""Runs one discovery source per pool that has one; discovered endpoints are applied like a reload.
 
-Owner of who was found. Live: it outlives configurations, so a reload does not begin with an empty pool.
+Owns the discovered endpoints. Live state: it outlives configurations, so a reload does not empty a
+pool.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from gateway.discovery.source import Found, Source
 log = logging.getLogger("penstock")
 
 PATIENCE_S = 2.0
-"""How long a start waits for the first word of every source: the first request then meets endpoints."""
+"""How long start() waits for a result of every source, so the first request finds endpoints."""
 
 AGAIN_S = 10.0
-"""Between the failure of a source, of something that it was told and could not understand, and its next try."""
+"""Pause after an unexpected exception of a source."""
 
 Make = Callable[[Discover, Random], Source]
 
 
 def made(folder: Path, spec: Discover, rng: Random) -> Source:
-    """The source that a configuration names; its relative path starts from `folder`."""
+    """Create the source that a pool's configuration names; relative paths start from `folder`."""
     if spec.dns is not None:
         return Dns(spec.dns, spec.interval, spec.endpoint, rng)
     if spec.file is not None:
@@ -40,28 +41,34 @@ def made(folder: Path, spec: Discover, rng: Random) -> Source:
 
 
 class Discovery:
-    """`found` by pool, as the endpoint table reads it. `changed` is called when it has."""
+    """Runs the sources and stores their endpoints by pool in `discovered`."""
 
-    def __init__(self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make) -> None:
+    def __init__(
+        self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make
+    ) -> None:
+        """`changed` is called after a change; it raises ValueError to reject the change."""
         self.found = found
-        self._changed, self._rng, self._make = changed, rng, make
+        self._on_change, self._rng, self._create_source = changed, rng, make
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
-        self._first: dict[str, asyncio.Event] = {}
-        self._on = False
+        self._has_result: dict[str, asyncio.Event] = {}
+        self._is_running = False
 
     async def start(self, config: Config) -> None:
-        """Begin; returns when everybody has said something, or has had time to."""
-        self._on = True
+        """Start all sources; return once each has yielded, or after PATIENCE_S."""
+        self._is_running = True
         self.follow(config)
-        waiting = [asyncio.create_task(each.wait()) for each in self._first.values()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=PATIENCE_S)
-            for task in waiting:
+        waits = [asyncio.create_task(event.wait()) for event in self._has_result.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=PATIENCE_S)
+            for task in waits:
                 task.cancel()
 
     def follow(self, config: Config) -> None:
-        """Sources as this configuration has them. One that is as it was goes on."""
-        if not self._on:
+        """Start and stop sources as the configuration requires.
+
+        An unchanged source keeps running.
+        """
+        if not self._is_running:
             return
         wanted: Mapping[str, Discover] = {
             name: pool.discover for name, pool in config.pools.items() if pool.discover is not None
@@ -72,36 +79,37 @@ class Discovery:
             del self.found[pool]
         for pool, spec in wanted.items():
             if pool not in self._tasks:
-                self._first[pool] = asyncio.Event()
+                self._has_result[pool] = asyncio.Event()
                 task = asyncio.create_task(self._run(pool, spec), name=f"discover {pool}")
                 self._tasks[pool] = spec, task
 
     async def _run(self, pool: str, spec: Discover) -> None:
         while True:
             try:
-                async for found in self._make(spec, self._rng).watch():
-                    self._take(pool, found)
-                    self._first[pool].set()
-            except Exception:  # whatever a source does, who was found stays
-                log.exception("discovering pool %s failed; beginning anew in %.0f s", pool, AGAIN_S)
+                async for endpoints in self._create_source(spec, self._rng).watch():
+                    self._store(pool, endpoints)
+                    self._has_result[pool].set()
+            except Exception:  # the endpoints discovered so far stay, whatever a source does
+                log.exception("discovery of pool %s failed; retry in %.0f s", pool, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
 
-    def _take(self, pool: str, found: Found) -> None:
+    def _store(self, pool: str, endpoints: Found) -> None:
         before = self.found.get(pool, ())
-        if before == found:
+        if before == endpoints:
             return
-        self.found[pool] = found
+        self.found[pool] = endpoints
         try:
-            self._changed()
-        except ValueError:  # as everything that cannot be put in force, a policy's complaint included
+            self._on_change()
+        except ValueError:  # a policy may reject the endpoints as well
             self.found[pool] = before
-            log.exception("what was discovered of pool %s is not taken over", pool)
+            log.exception("the endpoints discovered for pool %s are rejected", pool)
             return
-        urls, were = {each.url for each in found}, {each.url for each in before}
-        log.info("pool %s: %d found, %d came, %d left", pool, len(urls), len(urls - were), len(were - urls))
+        urls, urls_before = {spec.url for spec in endpoints}, {spec.url for spec in before}
+        added, removed = len(urls - urls_before), len(urls_before - urls)
+        log.info("pool %s: %d discovered, %d added, %d removed", pool, len(urls), added, removed)
 
     async def stop(self) -> None:
-        self._on = False
+        self._is_running = False
         tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Endpoints by DNS: every address of a name is one, as behind a headless Service. Asked again and again, with jitter.
+"""Discovery by DNS: every address of a name is an endpoint, as behind a headless Service.
 
-The system's resolver is asked, so that hosts files, search domains and its cache hold; it does not tell how long an
-answer holds, hence the interval.
+The name is looked up at an interval with jitter. The system's resolver is used, so hosts files,
+search domains and its cache apply. It does not return a TTL, hence the interval.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from gateway.config.tree import EndpointTraits
 from gateway.discovery.source import Found, log, specs
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a name; OSError when there are none or nobody answers."""
+"""Returns the addresses of a name. Raises OSError when there are none or no server answers."""
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
-    """As the system sees it."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]
+    """Look a name up with the system's resolver."""
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in addresses]
 
 
 class Dns:
-    """One name. `sleep` is asyncio's."""
+    """The source for one name and port."""
 
     def __init__(
         self,
@@ -42,19 +43,23 @@ class Dns:
         self._resolve, self._sleep = resolve, sleep
 
     async def watch(self) -> AsyncIterator[Found]:
-        said: Found | None = None
-        failing = False
+        yielded: Found | None = None
+        is_failing = False
         while True:
             try:
                 addresses = await self._resolve(self._host, self._port)
             except OSError as error:
-                if not failing:
-                    log.warning("%s cannot be resolved, whom it last named stay: %s", self._host, error)
-                failing = True
+                if not is_failing:
+                    log.warning(
+                        "%s cannot be resolved; its last known endpoints stay: %s",
+                        self._host,
+                        error,
+                    )
+                is_failing = True
             else:
-                failing = False
-                found = specs([(address, self._port) for address in addresses], self._traits)
-                if found and found != said:
-                    said = found
-                    yield found
+                is_failing = False
+                endpoints = specs([(address, self._port) for address in addresses], self._traits)
+                if endpoints and endpoints != yielded:
+                    yielded = endpoints
+                    yield endpoints
             await self._sleep(self._interval_s * self._rng.uniform(0.8, 1.2))

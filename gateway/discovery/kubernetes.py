@@ -1,8 +1,8 @@
-"""Endpoints by Kubernetes: the ready addresses of a Service's EndpointSlices, listed once and then watched.
+"""Discovery by Kubernetes: lists and then watches the EndpointSlices of a Service.
 
-Over the API server's HTTP with the service account that is mounted into the pod, which needs `list` and `watch` on
-endpointslices. A watch that ends goes on from where it was; one that came too late (410), or failed twice without a
-word, begins with a list again.
+Uses the HTTP API with the service account mounted into the pod, which needs `list` and `watch` on
+endpointslices. A watch that ends is resumed at its last version. After a 410 (version too old), or
+after two failures without an event, the slices are listed again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ from gateway.discovery.source import Found, log, specs
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ANSWER_BYTES, LINE_BYTES = 32 << 20, 4 << 20
-WATCH_S = 300.0  # the API server ends a watch then; one that it does not end is dead
-FIRST_S, LONGEST_S = 0.5, 30.0  # between two tries
+WATCH_S = (
+    300.0  # the API server ends a watch after this; one that lasts longer is a dead connection
+)
+FIRST_S, LONGEST_S = 0.5, 30.0  # pauses between attempts
 GONE = 410
-FAILURES = 2  # in a row without a word: whatever is wrong may be the version, as of an API server that was restored
+
+# After so many failures in a row without an event the version itself may be invalid, for example
+# after an API server was restored from a backup.
+FAILURES = 2
 
 
 class Expired(Exception):
-    """The API server does not know any more what happened since."""
+    """The API server no longer has the changes since the given version."""
 
 
 class Account(msgspec.Struct, frozen=True):
-    """Where the API server is, and who asks. The token is read anew for every request: it is rotated."""
+    """The API server's URL and the service account.
+
+    The token is read for every request: it rotates.
+    """
 
     url: str
     folder: Path = ACCOUNT
@@ -60,14 +68,14 @@ class Account(msgspec.Struct, frozen=True):
 
 
 def mounted() -> Account:
-    """The one of the pod that this process runs in."""
+    """Return the service account of the pod that this process runs in."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return Account(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 
 
 class Slices:
-    """The EndpointSlices of one Service."""
+    """The source for the EndpointSlices of one Service."""
 
     def __init__(
         self,
@@ -77,121 +85,134 @@ class Slices:
         account: Account,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._where, self._traits, self._rng, self._account, self._sleep = where, traits, rng, account, sleep
+        self._spec, self._traits, self._rng = where, traits, rng
+        self._account, self._sleep = account, sleep
         self._slices: dict[str, dict[str, Any]] = {}
         self._version = ""
         self._wait_s = FIRST_S
-        self._failing = False
+        self._is_failing = False
 
     async def watch(self) -> AsyncIterator[Found]:
-        said: Found | None = None
+        yielded: Found | None = None
         failures = 0
         tls = await asyncio.to_thread(self._account.tls)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=WATCH_S + 30)
         connector = aiohttp.TCPConnector(ssl=tls)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES) as http:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, read_bufsize=LINE_BYTES
+        ) as http:
             while True:
-                heard = False
+                has_events = False
                 try:
                     if not self._version:
                         await self._list(http)
-                        found = self._found()
-                        if found != said:
-                            said = found
-                            yield found
+                        endpoints = self._endpoints()
+                        if endpoints != yielded:
+                            yielded = endpoints
+                            yield endpoints
                     async for _ in self._events(http):
-                        heard = True
-                        found = self._found()
-                        if found != said:
-                            said = found
-                            yield found
+                        has_events = True
+                        endpoints = self._endpoints()
+                        if endpoints != yielded:
+                            yielded = endpoints
+                            yield endpoints
                 except Expired:
                     self._version = ""
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                    self._failed(error, heard=heard)
-                    failures = 0 if heard else failures + 1
+                    self._log_failure(error, has_events=has_events)
+                    failures = 0 if has_events else failures + 1
                     if failures == FAILURES:
                         self._version, failures = "", 0
                 else:
-                    self._failing, failures = False, 0
-                if not heard:  # else it ended as watches do, and goes on from there
+                    self._is_failing, failures = False, 0
+                # A watch that had events ended in the ordinary way and is resumed at once.
+                if not has_events:
                     await self._sleep(self._wait_s * self._rng.uniform(0.5, 1.0))
                     self._wait_s = min(LONGEST_S, 2 * self._wait_s)
 
-    def _failed(self, error: Exception, *, heard: bool) -> None:
-        """One line until it is heard again, or a watch has ended as watches do: tries go on for ever."""
-        if heard or not self._failing:
-            log.warning("EndpointSlices of %s: %s; whom they last named stay", self._where.service, error)
-        self._failing = True
+    def _log_failure(self, error: Exception, *, has_events: bool) -> None:
+        """Log the first failure of an outage only: attempts go on for ever."""
+        if has_events or not self._is_failing:
+            log.warning(
+                "EndpointSlices of %s: %s; the last known endpoints stay",
+                self._spec.service,
+                error,
+            )
+        self._is_failing = True
 
-    def _at(self) -> tuple[str, dict[str, str]]:
-        space = self._where.namespace or self._account.namespace()
-        url = f"{self._account.url}/apis/discovery.k8s.io/v1/namespaces/{space}/endpointslices"
-        return url, {"labelSelector": f"kubernetes.io/service-name={self._where.service}"}
+    def _url_and_query(self) -> tuple[str, dict[str, str]]:
+        namespace = self._spec.namespace or self._account.namespace()
+        url = f"{self._account.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        return url, {"labelSelector": f"kubernetes.io/service-name={self._spec.service}"}
 
     async def _list(self, http: aiohttp.ClientSession) -> None:
-        url, wanted = self._at()
-        async with http.get(url, params=wanted, headers=self._account.headers()) as answer:
-            _checked(answer)
-            text = await answer.content.read(ANSWER_BYTES)
-            while not answer.content.at_eof():
+        url, query = self._url_and_query()
+        async with http.get(url, params=query, headers=self._account.headers()) as response:
+            _check_status(response)
+            text = await response.content.read(ANSWER_BYTES)
+            while not response.content.at_eof():
                 if len(text) >= ANSWER_BYTES:
                     raise ValueError(f"a list of more than {ANSWER_BYTES} bytes")
-                text += await answer.content.read(ANSWER_BYTES)
-        told = json.loads(text)
-        self._slices = {each["metadata"]["name"]: each for each in told.get("items") or ()}
-        self._version = told["metadata"]["resourceVersion"]
+                text += await response.content.read(ANSWER_BYTES)
+        reply = json.loads(text)
+        self._slices = {item["metadata"]["name"]: item for item in reply.get("items") or ()}
+        self._version = reply["metadata"]["resourceVersion"]
 
     async def _events(self, http: aiohttp.ClientSession) -> AsyncIterator[None]:
-        """Follows what changes from the known version on; yields when something has."""
-        url, wanted = self._at()
-        wanted |= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": self._version}
-        wanted["timeoutSeconds"] = str(int(WATCH_S))
-        async with http.get(url, params=wanted, headers=self._account.headers()) as answer:
-            _checked(answer)
-            while line := await answer.content.readline():
+        """Watch for changes after the known version; yield after each event."""
+        url, query = self._url_and_query()
+        query |= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": self._version}
+        query["timeoutSeconds"] = str(int(WATCH_S))
+        async with http.get(url, params=query, headers=self._account.headers()) as response:
+            _check_status(response)
+            while line := await response.content.readline():
                 if line.strip():
-                    self._take(json.loads(line))
+                    self._apply(json.loads(line))
                     self._wait_s = FIRST_S
                     yield
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind, told = event["type"], event["object"]
+    def _apply(self, event: dict[str, Any]) -> None:
+        kind, item = event["type"], event["object"]
         if kind == "ERROR":
-            if told.get("code") == GONE:
+            if item.get("code") == GONE:
                 raise Expired
-            raise ValueError(f"the watch was ended with {told.get('code')}")
-        name = told["metadata"].get("name", "")
+            raise ValueError(f"the watch was ended with {item.get('code')}")
+        name = item["metadata"].get("name", "")
         if kind == "DELETED":
             self._slices.pop(name, None)
         elif kind in ("ADDED", "MODIFIED"):
-            self._slices[name] = told
-        self._version = told["metadata"]["resourceVersion"]
+            self._slices[name] = item
+        self._version = item["metadata"]["resourceVersion"]
 
-    def _found(self) -> Found:
-        kinds = {each.get("addressType") for each in self._slices.values()}
-        twice = "IPv4" if {"IPv4", "IPv6"} <= kinds else None  # every pod of a service with both has one of each
+    def _endpoints(self) -> Found:
+        families = {item.get("addressType") for item in self._slices.values()}
+        # In a dual-stack Service every pod has a slice entry per family: use IPv4 only.
+        family = "IPv4" if {"IPv4", "IPv6"} <= families else None
         addresses = [
             (address, port)
-            for each in self._slices.values()
-            if twice is None or each.get("addressType") == twice
-            if (port := self._port(each)) is not None
-            for endpoint in each.get("endpoints") or ()
+            for item in self._slices.values()
+            if family is None or item.get("addressType") == family
+            if (port := self._port(item)) is not None
+            for endpoint in item.get("endpoints") or ()
             if (endpoint.get("conditions") or {}).get("ready") is not False
             for address in endpoint.get("addresses") or ()
         ]
         return specs(addresses, self._traits)
 
-    def _port(self, told: dict[str, Any]) -> int | None:
-        """The port of a slice by the wanted name or number; the first one unless one is wanted."""
-        ports = [each for each in told.get("ports") or () if each.get("port")]
-        wanted = self._where.port
-        fitting = [each for each in ports if wanted is None or wanted in (each.get("name"), str(each["port"]))]
-        return int(fitting[0]["port"]) if fitting else None
+    def _port(self, item: dict[str, Any]) -> int | None:
+        """Return the slice's port with the configured name or number, or its first port."""
+        ports = [port for port in item.get("ports") or () if port.get("port")]
+        wanted = self._spec.port
+        matches = [
+            port
+            for port in ports
+            if wanted is None or wanted in (port.get("name"), str(port["port"]))
+        ]
+        return int(matches[0]["port"]) if matches else None
 
 
-def _checked(answer: aiohttp.ClientResponse) -> None:
-    if answer.status == GONE:
+def _check_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == GONE:
         raise Expired
-    if answer.status != 200:
-        raise ValueError(f"the API server answers {answer.status}")
+    if response.status != 200:
+        raise ValueError(f"the API server answers {response.status}")

@@ -1,6 +1,7 @@
-"""Endpoints by a file: a YAML or JSON list of URLs, or of mappings as under `endpoints`. Followed by its content.
+"""Discovery by a file: a YAML or JSON list of URLs, or of mappings as under `endpoints`.
 
-A file that cannot be read, or has something wrong in it, changes nothing: what it said last stays.
+The file's content is polled. While the file cannot be read or is invalid, the last known endpoints
+stay.
 """
 
 from __future__ import annotations
@@ -20,56 +21,65 @@ from gateway.discovery.source import MOST, Found, log
 
 CAP_BYTES = 1 << 20
 LOOK_S = 0.5
-"""Between two looks. What is read counts once two looks in a row agree, so a file half written is not."""
+"""Poll interval.
+
+A new content counts once two polls in a row agree, so a half-written file does not.
+"""
 
 
 class Listed:
-    """One file."""
+    """The source for one file."""
 
     def __init__(
-        self, path: Path, traits: EndpointTraits, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self,
+        path: Path,
+        traits: EndpointTraits,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._path, self._traits, self._sleep = path, traits, sleep
-        self._failing = False
+        self._is_failing = False
 
     async def watch(self) -> AsyncIterator[Found]:
-        said: Found | None = None
-        looked: bytes | None = None
-        judged: bytes | None = None
+        yielded: Found | None = None
+        content: bytes | None = None
+        parsed: bytes | None = None
         while True:
-            before, looked = looked, await asyncio.to_thread(self._look)
-            if looked is not None and looked != judged and (looked == before or judged is None):
-                judged = looked
-                found = await asyncio.to_thread(self._read, looked)
-                if found is not None and found != said:
-                    said = found
-                    yield found
+            before, content = content, await asyncio.to_thread(self._read)
+            is_new = content is not None and content != parsed
+            if content is not None and is_new and (content == before or parsed is None):
+                parsed = content
+                endpoints = await asyncio.to_thread(self._parse, content)
+                if endpoints is not None and endpoints != yielded:
+                    yielded = endpoints
+                    yield endpoints
             await self._sleep(LOOK_S)
 
-    def _look(self) -> bytes | None:
+    def _read(self) -> bytes | None:
         try:
             with self._path.open("rb") as file:
-                text = file.read(CAP_BYTES + 1)
-        except (OSError, ValueError) as error:  # no file can be called so
-            if not self._failing:
-                log.warning("%s cannot be read, whom it last named stay: %s", self._path, error)
-            self._failing = True
+                content = file.read(CAP_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: not a valid path
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be read; its last known endpoints stay: %s", self._path, error
+                )
+            self._is_failing = True
             return None
-        self._failing = False
-        return text
+        self._is_failing = False
+        return content
 
-    def _read(self, text: bytes) -> Found | None:
-        """None, and a line in the log, when something is wrong in it."""
+    def _parse(self, content: bytes) -> Found | None:
+        """Return the endpoints of the file; log the reason and return None if it is invalid."""
         try:
-            if len(text) > CAP_BYTES:
+            if len(content) > CAP_BYTES:
                 raise ValueError(f"it is longer than {CAP_BYTES} bytes")
-            listed = YAML(typ="safe", pure=True).load(text.decode())
-            if not isinstance(listed, list) or len(listed) > MOST:
+            items = YAML(typ="safe", pure=True).load(content.decode())
+            if not isinstance(items, list) or len(items) > MOST:
                 raise ValueError(f"it is no list of at most {MOST} endpoints")
-            found = tuple(self._one(each) for each in listed)
-            if len({each.url for each in found}) < len(found):
+            endpoints = tuple(self._parse_item(item) for item in items)
+            if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two of its endpoints have one url")
-            if len({each.shown_name for each in found}) < len(found):
+            if len({endpoint.shown_name for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two of its endpoints have one name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -80,12 +90,12 @@ class Listed:
         except (ValueError, RecursionError) as error:
             log.warning("%s is not taken over: %s", self._path, error)
         else:
-            return found
+            return endpoints
         return None
 
-    def _one(self, listed: Any) -> EndpointSpec:
-        own = {"url": listed} if isinstance(listed, str) else listed
+    def _parse_item(self, item: Any) -> EndpointSpec:
+        own = {"url": item} if isinstance(item, str) else item
         if not isinstance(own, dict):
             raise ValueError("an item is neither a url nor a mapping")
-        like = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
-        return EndpointSpec.model_validate(like | own, context={FOLDER: str(self._path.parent)})
+        shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
+        return EndpointSpec.model_validate(shared | own, context={FOLDER: str(self._path.parent)})

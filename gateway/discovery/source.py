@@ -1,7 +1,8 @@
-"""What a source of endpoints is: it yields all it knows whenever that changed, and never an error.
+"""The interface of a discovery source: it yields all known endpoints after each change.
 
-A source that cannot be asked keeps silent, and what it said last stays: an API server that restarts must not take a
-fleet down. Not here: what becomes of it (discovery.py).
+A source never raises for a lookup that fails. It yields nothing then, so the last known endpoints
+stay: the restart of an API server must not take a fleet down. Not here: what is done with the
+endpoints (discovery.py).
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from gateway.ports import http_url
 log = logging.getLogger("penstock")
 
 MOST = 4096
-"""Endpoints of one pool; the rest of what a source says is passed over, in the order of their addresses."""
+"""Endpoints of one pool. Further ones are ignored, in the order of their addresses."""
 
 Found = tuple[EndpointSpec, ...]
 
 
 class Source(Protocol):
-    """One place that knows endpoints."""
+    """One place that lists endpoints."""
 
     def watch(self) -> AsyncIterator[Found]:
-        """Everybody it knows, at first and after every change; for ever."""
+        """Yield all known endpoints, at the start and then after every change."""
         ...
 
 
 def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found:
-    """Endpoints at these addresses, alike but for where they are; in an order that depends on nothing else."""
-    like = {name: getattr(traits, name) for name in type(traits).model_fields}
+    """Build endpoints for the addresses, with equal traits, sorted by address."""
+    shared = {name: getattr(traits, name) for name in type(traits).model_fields}
     known = sorted(set(addresses))[:MOST]
     encrypted = traits.tls is not None
-    urls = [http_url(*each, encrypted=encrypted) for each in known]
-    return tuple(EndpointSpec.model_construct(url=url, name=None, **like) for url in urls)
+    urls = [http_url(host, port, encrypted=encrypted) for host, port in known]
+    return tuple(EndpointSpec.model_construct(url=url, name=None, **shared) for url in urls)

@@ -1,6 +1,6 @@
-"""`python -m gateway.observe`: writes deploy/prometheus and deploy/grafana from the catalogue, or into another folder.
+"""`python -m gateway.observe`: generates the Prometheus rules and Grafana dashboards.
 
-`make docs` writes the same; this is for those whose runbooks live elsewhere.
+`make docs` writes the same files; this command can also set the folder and the URL of the runbooks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from gateway.observe.rules import RUNBOOKS
 
 
 def main() -> None:
-    """Writes all files below the folder."""
-    parser = argparse.ArgumentParser(prog="python -m gateway.observe", description="Write boards and rules.")
-    parser.add_argument(
-        "--into", type=Path, default=Path(), help="folder to write into, the project's root unless given"
+    parser = argparse.ArgumentParser(
+        prog="python -m gateway.observe", description="Write dashboards and rules."
     )
-    parser.add_argument("--runbooks", default=RUNBOOKS, help="where alerts' pages are: a URL in front of /NAME.md")
-    chosen = parser.parse_args()
-    for path, text in files(chosen.runbooks).items():
-        (chosen.into / path).parent.mkdir(parents=True, exist_ok=True)
-        (chosen.into / path).write_text(text)
+    parser.add_argument(
+        "--into", type=Path, default=Path(), help="folder to write to (default: the current one)"
+    )
+    parser.add_argument(
+        "--runbooks",
+        default=RUNBOOKS,
+        help="URL or folder of the alerts' runbooks, in front of /NAME.md",
+    )
+    options = parser.parse_args()
+    for path, text in files(options.runbooks).items():
+        (options.into / path).parent.mkdir(parents=True, exist_ok=True)
+        (options.into / path).write_text(text)
 
 
 if __name__ == "__main__":

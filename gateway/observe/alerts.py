@@ -1,6 +1,7 @@
-"""Alerts on causes: what is wrong inside, whether or not a promise is broken yet. docs/runbooks/ has their pages.
+"""Alerts on causes: problems inside the system, whether or not an objective is missed yet.
 
-Every alert carries the series that make it fire and those that do not: its test for promtool is made from them.
+Every alert lists series that make it fire and series that do not; its promtool test is generated
+from them. The runbooks are in docs/runbooks/.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import msgspec
 
 from gateway.observe.promql import quantile, rate, share
 
+_EXPIRY = 'penstock_tls_certificate_not_after_timestamp_seconds{instance="g", listener="api"}'
 _FLEET = (("job", "penstock"), ("namespace", "llm"))
 _GATEWAY = (*_FLEET, ("instance", "g"))
 _POOL = (*_FLEET, ("pool", "chat"))
 
 Series = tuple[tuple[str, str], ...]
-"""Of a test: (series, its values in promtool's notation), one a minute."""
+"""Input of a test: (series, its values per minute in promtool's notation)."""
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """`value` is compared as `compare` says; `hold` is how long it must be so.
+    """An alert: `value` satisfies `compare` for the duration `hold`.
 
-    fires, quiet   series with and without it; `labels` are those of the alert that then fires, after 30 minutes
-    besides        what has to be above 0 as well, with the labels of `value`; nothing unless given
+    fires      input with which the alert fires within 30 minutes, with `labels`
+    quiet      input with which it does not fire
+    condition  a further query with the labels of `value`, which must be above 0; "" if there is
+               none
     """
 
     name: str
@@ -37,11 +41,12 @@ class Alert(msgspec.Struct, frozen=True):
 
     @property
     def rule(self) -> str:
-        return f"{self.value} {self.compare}" + (f" and {self.besides} > 0" if self.besides else "")
+        condition = f" and {self.besides} > 0" if self.besides else ""
+        return f"{self.value} {self.compare}{condition}"
 
 
 def _bucket(name: str, low: str, high: str, inside: str) -> Series:
-    """A histogram whose observations all lie between two bounds."""
+    """Build a histogram whose observations all lie between two bounds."""
     return (
         (f'{name}_bucket{{instance="g", le="{low}"}}', "0x60"),
         (f'{name}_bucket{{instance="g", le="{high}"}}', inside),
@@ -52,13 +57,14 @@ def _bucket(name: str, low: str, high: str, inside: str) -> Series:
 GATEWAY = "job, namespace, instance"
 POOL = "job, namespace, pool"
 FLEET = "job, namespace"
-"""What alerts are grouped by: a gateway, a pool of a fleet, a fleet."""
+"""Grouping labels of alerts: for a gateway, a pool of a fleet, or a fleet."""
 
 SPLITS = rate("penstock_split_decisions_total", FLEET, "5m", decision="split")
 LOST_KV = " + ".join(
     (
         f"({rate('penstock_split_leases_given_up_total', FLEET, '5m')} or 0 * {SPLITS})",
-        f"({rate('penstock_upstream_errors_total', FLEET, '5m', kind='transfer_timeout')} or 0 * {SPLITS})",
+        f"({rate('penstock_upstream_errors_total', FLEET, '5m', kind='transfer_timeout')} or 0 * "
+        f"{SPLITS})",
     )
 )
 
@@ -66,7 +72,8 @@ JUDGED = rate("penstock_goodput_total", f"{POOL}, class", "5m", **{"class": "!ba
 SHED = rate("penstock_goodput_total", f"{POOL}, class", "5m", **{"class": "!batch", "kept": "shed"})
 SHED_SHARE = f"({SHED} or 0 * {JUDGED}) / {JUDGED}"
 
-# Half of a pool is picked however dead it is, and so is its last endpoint: who is ejected or dead serves nobody.
+# penstock_endpoint_up is 1 for half of a pool even if all its endpoints have failed. An endpoint
+# counts as serving only if its health state is up or returning as well.
 SERVING = (
     f"min by ({GATEWAY}, pool, endpoint) (penstock_endpoint_up) * on ({GATEWAY}, pool, endpoint) "
     f'sum by ({GATEWAY}, pool, endpoint) (penstock_endpoint_state{{state=~"up|returning"}})'
@@ -74,7 +81,7 @@ SERVING = (
 
 
 def _endpoint(name: str, up: str, serving: str) -> Series:
-    """One endpoint: whether it may be picked, and whether it is neither ejected nor dead."""
+    """Build the series of one endpoint: whether it may be picked, and whether it is healthy."""
     return (
         (f'penstock_endpoint_up{{instance="g", endpoint="{name}"}}', up),
         (f'penstock_endpoint_state{{instance="g", endpoint="{name}", state="up"}}', serving),
@@ -89,7 +96,7 @@ ALERTS = (
         "== 0",
         "1m",
         "page",
-        "Prometheus cannot read a gateway's metrics.",
+        "Prometheus cannot scrape a gateway.",
         (('up{job="penstock", instance="g"}', "0x60"),),
         (('up{job="penstock", instance="g"}', "1x60"),),
         _GATEWAY,
@@ -100,7 +107,7 @@ ALERTS = (
         "== 0",
         "5m",
         "page",
-        "Prometheus has no gateway to scrape: no target of a job whose name begins with penstock.",
+        "Prometheus has no target in a job whose name begins with penstock.",
         (('up{job="node", instance="n"}', "1x60"),),
         (('up{job="penstock", instance="g"}', "0x60"),),
     ),
@@ -110,8 +117,12 @@ ALERTS = (
         "== 0",
         "30s",
         "page",
-        "A pool has no endpoint left that serves.",
-        (*_endpoint("a", "0x60", "0x60"), *_endpoint("b", "1x60", "0x60"), *_endpoint("c", "0x60", "1x60")),
+        "A pool has no healthy endpoint.",
+        (
+            *_endpoint("a", "0x60", "0x60"),
+            *_endpoint("b", "1x60", "0x60"),
+            *_endpoint("c", "0x60", "1x60"),
+        ),
         (*_endpoint("a", "0x60", "0x60"), *_endpoint("b", "1x60", "1x60")),
         (*_GATEWAY, ("pool", "chat")),
     ),
@@ -132,7 +143,7 @@ ALERTS = (
         "> 0",
         "2m",
         "ticket",
-        "An endpoint takes much longer than its peers for the same work, and gets little or none of it.",
+        "An endpoint is much slower than its peers and gets few or no requests.",
         (('penstock_endpoint_slowness_ratio{instance="g", endpoint="a"}', "0 0 4.2x60"),),
         (('penstock_endpoint_slowness_ratio{instance="g", endpoint="a"}', "0 2.6 0 0 2.8 0x60"),),
         (*_POOL, ("endpoint", "a")),
@@ -154,7 +165,7 @@ ALERTS = (
         "> 100000",
         "2m",
         "ticket",
-        "More prompt tokens wait at an endpoint than it computes in ten seconds or so.",
+        "More prompt tokens wait at an endpoint than it computes in about ten seconds.",
         (('penstock_endpoint_prefill_backlog_tokens{instance="g", endpoint="a"}', "200000x60"),),
         (('penstock_endpoint_prefill_backlog_tokens{instance="g", endpoint="a"}', "8000x60"),),
         (*_POOL, ("endpoint", "a")),
@@ -165,7 +176,7 @@ ALERTS = (
         "> 15",
         "2m",
         "ticket",
-        "An engine no longer tells its load; picks go by the gateway's own counts.",
+        "An engine no longer reports its load; picks rely on the gateway's own counts.",
         (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "0+60x60"),),
         (('penstock_endpoint_scrape_age_seconds{instance="g", endpoint="a"}', "1x60"),),
         (*_POOL, ("endpoint", "a")),
@@ -176,12 +187,16 @@ ALERTS = (
         "== 0",
         "1m",
         "page",
-        "The fleet's retries are used up: what fails now is not tried elsewhere.",
-        (('penstock_retry_budget_remaining{instance="g"}', "0x60"), ('penstock_open_streams{instance="g"}', "4x60")),
+        "The retry budget is exhausted: failed requests are not retried.",
+        (
+            ('penstock_retry_budget_remaining{instance="g"}', "0x60"),
+            ('penstock_open_streams{instance="g"}', "4x60"),
+        ),
         (
             ('penstock_retry_budget_remaining{instance="g"}', "3x60"),
             ('penstock_open_streams{instance="g"}', "4x60"),
-            ('penstock_retry_budget_remaining{instance="idle"}', "0x60"),  # a share of nothing, and a floor of 0
+            # An idle gateway with a floor of 0: the budget is a share of no requests.
+            ('penstock_retry_budget_remaining{instance="idle"}', "0x60"),
             ('penstock_open_streams{instance="idle"}', "0x60"),
         ),
         _GATEWAY,
@@ -193,7 +208,7 @@ ALERTS = (
         "> 0.05",
         "5m",
         "page",
-        "One in twenty requests of a class with a promise is refused at the door.",
+        "One in twenty requests of a class with latency targets is refused.",
         (
             ('penstock_goodput_total{class="interactive", kept="met"}', "0+80x60"),
             ('penstock_goodput_total{class="interactive", kept="shed"}', "0+20x60"),
@@ -211,7 +226,8 @@ ALERTS = (
         "> 0.02",
         "5m",
         "ticket",
-        "Prefilled KV is not fetched: one split request in fifty times out in transfer or has its KV given up.",
+        "Prefilled KV is lost: one split request in fifty times out in transfer or has its KV "
+        "freed unread.",
         (
             ('penstock_split_decisions_total{decision="split", reason="long"}', "0+100x60"),
             ('penstock_upstream_errors_total{endpoint="d", kind="transfer_timeout"}', "0+5x60"),
@@ -228,7 +244,7 @@ ALERTS = (
         "> 0.1",
         "5m",
         "ticket",
-        "One prefill and decode endpoint in particular fail together.",
+        "One particular pair of a prefill and a decode endpoint fails.",
         (
             ('penstock_split_pairs_total{prefill="p", decode="d", result="served"}', "0+50x60"),
             ('penstock_split_pairs_total{prefill="p", decode="d", result="failed"}', "0+50x60"),
@@ -246,7 +262,7 @@ ALERTS = (
         "> 0.3",
         "10m",
         "ticket",
-        "Engines have lost a third of the prompt tokens that the index believes them to hold.",
+        "A third of the prompt tokens that the prefix index believes to be cached are not.",
         (
             ('penstock_prefill_tokens_total{cause="evicted"}', "0+600x60"),
             ("penstock_prefix_hit_tokens_total", "0+1000x60"),
@@ -264,7 +280,7 @@ ALERTS = (
         "> 0.75",
         "10m",
         "ticket",
-        "Half of all first tokens come at a time that was expected wrongly by three quarters or more.",
+        "Half of the predicted times to first token are wrong by 75 % or more.",
         _bucket("penstock_ttft_prediction_error_ratio", "1.0", "2.0", "0+10x60"),
         _bucket("penstock_ttft_prediction_error_ratio", "0.1", "0.15", "0+10x60"),
         _GATEWAY,
@@ -275,7 +291,7 @@ ALERTS = (
         "> 5",
         "1m",
         "ticket",
-        "A gateway has not heard of the others for seconds and routes by what it knows itself.",
+        "A gateway has received nothing from the others for seconds and routes by its own state.",
         (('penstock_shared_staleness_seconds{instance="g"}', "0+60x60"),),
         (('penstock_shared_staleness_seconds{instance="g"}', "0 1 0 2 0x60"),),
         _GATEWAY,
@@ -286,7 +302,7 @@ ALERTS = (
         "> 30",
         "2m",
         "page",
-        "A gateway cannot reach what it shares its view through.",
+        "A gateway cannot reach the Redis through which it shares state.",
         (
             ('penstock_shared_up{instance="g"}', "0x60"),
             ('penstock_shared_staleness_seconds{instance="g"}', "0+60x60"),
@@ -303,20 +319,31 @@ ALERTS = (
         "== 0",
         "1m",
         "ticket",
-        "The last configuration that was offered is not in force: it was rejected.",
+        "The last configuration change was rejected.",
         (('penstock_config_last_reload_successful{instance="g"}', "0x60"),),
         (('penstock_config_last_reload_successful{instance="g"}', "1x60"),),
         _GATEWAY,
     ),
     Alert(
         "PenstockCertificateExpires",
-        f"min by ({GATEWAY}, listener) (penstock_tls_certificate_not_after_timestamp_seconds) - time()",
+        f"min by ({GATEWAY}, listener) (penstock_tls_certificate_not_after_timestamp_seconds) - "
+        f"time()",
         "< 604800",
         "10m",
         "ticket",
-        "A listener's certificate expires within a week, or has expired: clients will refuse it.",
-        (('penstock_tls_certificate_not_after_timestamp_seconds{instance="g", listener="api"}', "600000x60"),),
-        (('penstock_tls_certificate_not_after_timestamp_seconds{instance="g", listener="api"}', "2600000x60"),),
+        "A listener's certificate expires within a week, or has expired.",
+        (
+            (
+                _EXPIRY,
+                "600000x60",
+            ),
+        ),
+        (
+            (
+                _EXPIRY,
+                "2600000x60",
+            ),
+        ),
         (*_GATEWAY, ("listener", "api")),
     ),
     Alert(
@@ -325,7 +352,7 @@ ALERTS = (
         "> 0.1",
         "5m",
         "page",
-        "The gateway's event loop runs late: every stream stutters.",
+        "The gateway's event loop is delayed, and with it every stream.",
         _bucket("penstock_loop_lag_seconds", "0.25", "0.5", "0+240x60"),
         _bucket("penstock_loop_lag_seconds", "0.001", "0.002", "0+240x60"),
         _GATEWAY,
@@ -336,7 +363,7 @@ ALERTS = (
         "> 0",
         "5m",
         "ticket",
-        "Access lines get lost: the disk is full or what reads them does not.",
+        "Access log lines are lost: the disk is full or the reader of the pipe is blocked.",
         (('penstock_log_lines_dropped_total{instance="g"}', "0+5x60"),),
         (('penstock_log_lines_dropped_total{instance="g"}', "7x60"),),
         _GATEWAY,

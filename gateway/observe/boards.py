@@ -1,6 +1,6 @@
-"""The four boards as data: which panels stand in which rows. What nobody asked for by hand gets a panel from its kind.
+"""The four dashboards as data: their rows, panels and queries.
 
-Lives here: panels and their queries. Not here: how Grafana writes them down (grafana.py).
+A metric family that no panel shows gets a generated panel. Not here: Grafana's JSON (grafana.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """One query of a panel and what its lines are called, with {{label}} filled in."""
+    """One query of a panel, and the legend of its lines, which may contain {{label}}."""
 
     expr: str
     legend: str = ""
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One panel. `unit` is Grafana's word; `kind` is timeseries, stat or heatmap; `text` says how to read it."""
+    """One panel: `unit` is a Grafana unit; `kind` is timeseries, stat or heatmap."""
 
     title: str
     queries: tuple[Query, ...]
@@ -41,7 +41,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """One board: its file's name, its title, its rows with panels by hand."""
+    """One dashboard: its file name, its title, and its rows with their handwritten panels."""
 
     uid: str
     title: str
@@ -49,8 +49,10 @@ class Board(msgspec.Struct, frozen=True):
 
 
 def _p(name: str, by: str = "", **matchers: str) -> tuple[Query, ...]:
-    shown = " {{" + by + "}}" if by else ""
-    return tuple(Query(quantile(q, name, by, **matchers), f"p{q * 100:g}{shown}") for q in (0.5, 0.95, 0.99))
+    suffix = " {{" + by + "}}" if by else ""
+    return tuple(
+        Query(quantile(q, name, by, **matchers), f"p{q * 100:g}{suffix}") for q in (0.5, 0.95, 0.99)
+    )
 
 
 def _one(expr: str, legend: str = "") -> tuple[Query, ...]:
@@ -62,9 +64,8 @@ _JUDGED = rate("penstock_goodput_total", kept=JUDGED)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
-_SPLIT_SHARE = (
-    f"{rate_or_zero('penstock_split_decisions_total', decision='split')} / {rate('penstock_split_decisions_total')}"
-)
+_SPLIT = rate_or_zero("penstock_split_decisions_total", decision="split")
+_SPLIT_SHARE = f"{_SPLIT} / {rate('penstock_split_decisions_total')}"
 
 OVERVIEW = Board(
     "penstock-overview",
@@ -98,7 +99,11 @@ OVERVIEW = Board(
             ),
         ),
         Row.REQUESTS: (
-            Panel("Requests by status code", _one(rate("penstock_requests_total", "code"), "{{code}}"), "reqps"),
+            Panel(
+                "Requests by status code",
+                _one(rate("penstock_requests_total", "code"), "{{code}}"),
+                "reqps",
+            ),
             Panel(
                 "Unserved requests by reason",
                 _one(rate("penstock_requests_total", "reason", reason="!served"), "{{reason}}"),
@@ -119,19 +124,30 @@ OVERVIEW = Board(
         ),
         Row.LATENCY: (
             Panel(
-                "Time to first token", _p("penstock_ttft_seconds"), "s", text="Each dot is one request (an exemplar)."
+                "Time to first token",
+                _p("penstock_ttft_seconds"),
+                "s",
+                text="Each dot is one request (an exemplar).",
             ),
             Panel(
-                "Time per output token", _p("penstock_tpot_seconds"), "s", text="Each dot is one request (an exemplar)."
+                "Time per output token",
+                _p("penstock_tpot_seconds"),
+                "s",
+                text="Each dot is one request (an exemplar).",
             ),
             Panel(
-                "Time to first token by model", _one(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"), "s"
+                "Time to first token by model",
+                _one(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"),
+                "s",
             ),
             Panel("Latency added by the gateway", _p("penstock_overhead_seconds"), "s"),
         ),
         Row.ADMISSION: (
             Panel("Requests waiting by pool", _one("sum by (pool) (penstock_waiting)", "{{pool}}")),
-            Panel("Prompt tokens waiting by pool", _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}")),
+            Panel(
+                "Prompt tokens waiting by pool",
+                _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}"),
+            ),
         ),
     },
 )
@@ -141,8 +157,14 @@ ROUTING = Board(
     "Penstock / Routing and cache",
     {
         Row.ENDPOINTS: (
-            Panel("Endpoints in rotation", _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}")),
-            Panel("Requests in flight by endpoint", _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}")),
+            Panel(
+                "Endpoints in rotation",
+                _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}"),
+            ),
+            Panel(
+                "Requests in flight by endpoint",
+                _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}"),
+            ),
             Panel(
                 "Time since an awaited byte, by endpoint",
                 _one("max by (endpoint) (penstock_endpoint_progress_age_seconds)", "{{endpoint}}"),
@@ -156,7 +178,10 @@ ROUTING = Board(
             ),
             Panel(
                 "Endpoint failures by kind",
-                _one(rate("penstock_upstream_errors_total", "endpoint, kind"), "{{endpoint}} {{kind}}"),
+                _one(
+                    rate("penstock_upstream_errors_total", "endpoint, kind"),
+                    "{{endpoint}} {{kind}}",
+                ),
             ),
             Panel(
                 "KV cache in use by endpoint",
@@ -170,11 +195,14 @@ ROUTING = Board(
                 (Query(_HIT, "expected by the gateway"), Query(_CACHED, "reported by engines")),
                 "percentunit",
             ),
-            Panel("Prompt tokens computed by cause", _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}")),
+            Panel(
+                "Prompt tokens computed by cause",
+                _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}"),
+            ),
             Panel(
                 "Avoidable prefill tokens per second",
                 _one(_AVOIDABLE, "spread or evicted"),
-                text="Tokens that another endpoint had cached, or that an engine evicted. Ideal is 0.",
+                text="Tokens that another endpoint had cached, or an engine evicted. Ideal is 0.",
             ),
             Panel("Memory of the prefix index", _one("sum(penstock_prefix_index_bytes)"), "bytes"),
         ),
@@ -186,16 +214,25 @@ SPLIT = Board(
     "Penstock / Split and KV transfer",
     {
         Row.SPLIT: (
-            Panel("Share of requests split into prefill and decode", _one(_SPLIT_SHARE), "percentunit", "stat"),
+            Panel(
+                "Share of requests split into prefill and decode",
+                _one(_SPLIT_SHARE),
+                "percentunit",
+                "stat",
+            ),
             Panel(
                 "Split decisions by reason",
-                _one(rate("penstock_split_decisions_total", "decision, reason"), "{{decision}}: {{reason}}"),
+                _one(
+                    rate("penstock_split_decisions_total", "decision, reason"),
+                    "{{decision}}: {{reason}}",
+                ),
                 "reqps",
             ),
             Panel(
                 "KV handoffs from prefill to decode",
                 _one(
-                    rate("penstock_split_pairs_total", "prefill, decode", result="served"), "{{prefill}} > {{decode}}"
+                    rate("penstock_split_pairs_total", "prefill, decode", result="served"),
+                    "{{prefill}} > {{decode}}",
                 ),
                 "reqps",
                 text="KV caches passed between groups, per second.",
@@ -203,7 +240,8 @@ SPLIT = Board(
             Panel(
                 "Failed KV handoffs from prefill to decode",
                 _one(
-                    share("penstock_split_pairs_total", "prefill, decode", result="failed"), "{{prefill}} > {{decode}}"
+                    share("penstock_split_pairs_total", "prefill, decode", result="failed"),
+                    "{{prefill}} > {{decode}}",
                 ),
                 "percentunit",
             ),
@@ -212,14 +250,21 @@ SPLIT = Board(
                 _one(quantile(0.95, "penstock_split_stage_seconds", "stage"), "p95 {{stage}}"),
                 "s",
             ),
-            Panel("From the end of prefill to the first token", _p("penstock_split_handoff_seconds"), "s"),
+            Panel(
+                "From the end of prefill to the first token",
+                _p("penstock_split_handoff_seconds"),
+                "s",
+            ),
             Panel(
                 "Prefill and decode requests by result",
                 _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}"),
             ),
             Panel(
                 "KV caches freed unread, by reason",
-                _one(f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)", "{{reason}}"),
+                _one(
+                    f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)",
+                    "{{reason}}",
+                ),
             ),
         ),
     },
@@ -231,13 +276,25 @@ INTERNALS = Board(
     {
         Row.PROCESS: (
             Panel(
-                "Event loop delay", _p("penstock_loop_lag_seconds"), "s", text="Above 100 ms all streams are delayed."
+                "Event loop delay",
+                _p("penstock_loop_lag_seconds"),
+                "s",
+                text="Above 100 ms all streams are delayed.",
             ),
             Panel(
-                "Resident memory", _one("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"), "bytes"
+                "Resident memory",
+                _one("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"),
+                "bytes",
             ),
-            Panel("CPU", _one(rate("process_cpu_seconds_total", "instance"), "{{instance}}"), "percentunit"),
-            Panel("Open file descriptors", _one("sum by (instance) (process_open_fds)", "{{instance}}")),
+            Panel(
+                "CPU",
+                _one(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+                "percentunit",
+            ),
+            Panel(
+                "Open file descriptors",
+                _one("sum by (instance) (process_open_fds)", "{{instance}}"),
+            ),
         ),
         Row.CONFIGURATION: (
             Panel(
@@ -246,11 +303,15 @@ INTERNALS = Board(
                 text="Two lines mean that gateways of one fleet run different configurations.",
             ),
             Panel(
-                "Configuration reloads by result", _one(rate("penstock_config_reload_total", "result"), "{{result}}")
+                "Configuration reloads by result",
+                _one(rate("penstock_config_reload_total", "result"), "{{result}}"),
             ),
         ),
         Row.SHARED: (
-            Panel("Connected to other gateways", _one("min by (instance) (penstock_shared_up)", "{{instance}}")),
+            Panel(
+                "Connected to other gateways",
+                _one("min by (instance) (penstock_shared_up)", "{{instance}}"),
+            ),
             Panel(
                 "Age of other gateways' data",
                 _one("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"),
@@ -264,35 +325,45 @@ BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
 def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
-    """The board's rows, with a panel for every family of them that no panel of any board asks for."""
-    shown = {family_of(each.name) for other in BOARDS for panels in other.rows.values() for each in _asked(panels)}
+    """Return the dashboard's rows, with generated panels for the families that no panel shows."""
+    shown = {
+        family_of(selector.name)
+        for other in BOARDS
+        for panels in other.rows.values()
+        for selector in _selectors(panels)
+    }
     return {
-        row: (*panels, *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown))
+        row: (
+            *panels,
+            *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown),
+        )
         for row, panels in board.rows.items()
     }
 
 
 def made(spec: Spec) -> Panel:
-    """A panel as a family's kind and labels ask for it."""
-    labels = [name for name in (label.name for label in spec.labels) if name not in WIDE_LABELS or spec.kind == "gauge"]
+    """Generate a panel from a family's kind and labels."""
+    names = [label.name for label in spec.labels]
+    labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
     by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)
     title = TITLES[spec.name]
     unit = UNITS.get(spec.unit, "short")
     if spec.kind == "histogram":
         return Panel(title, _p(spec.name), unit, text=spec.help)
     if spec.kind == "counter":
-        return Panel(
-            title, _one(rate(spec.name, by), legend), "Bps" if spec.unit == "bytes" else "short", text=spec.help
-        )
+        unit = "Bps" if spec.unit == "bytes" else "short"
+        return Panel(title, _one(rate(spec.name, by), legend), unit, text=spec.help)
     merged = "max" if spec.merge is Merge.LAST else spec.merge.value
     grouping = f" by ({by})" if by else ""
     return Panel(title, _one(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
 
 
 def family_of(name: str) -> str:
-    """The family that a series belongs to."""
+    """Return the family that a series belongs to."""
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 
-def _asked(panels: Sequence[Panel]) -> list[Asked]:
-    return [each for panel in panels for query in panel.queries for each in asked(query.expr)]
+def _selectors(panels: Sequence[Panel]) -> list[Asked]:
+    return [
+        selector for panel in panels for query in panel.queries for selector in asked(query.expr)
+    ]

@@ -1,4 +1,4 @@
-"""Every file that is made from the catalogue for the tools around: path -> text, and every query in them."""
+"""All files generated from the catalogue, by path, and all queries in them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TRIALS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """Paths count from the root of the project; alerts point to pages below `runbooks`."""
+    """Return the text of each file by path; alerts link to pages below `runbooks`."""
     catalogue = Metrics().catalogue()
     boards = {f"deploy/grafana/{spec.uid}.json": grafana.board(spec, catalogue) for spec in BOARDS}
     return {RULES: rules.rules(runbooks), TRIALS: rules.trials(runbooks)} | boards
 
 
 def queries() -> Mapping[str, str]:
-    """Everything that any of them asks Prometheus for, by where it stands."""
+    """Return every PromQL query of the files, by its place."""
     return {**rules.queries(), **grafana.queries(Metrics().catalogue())}

@@ -1,6 +1,7 @@
-"""OpenTelemetry's names for what a span tells of a generation, and ours beside them. All are here alone.
+"""The names of span attributes: OpenTelemetry's semantic conventions, and the gateway's own.
 
-Source: semantic conventions for generative AI and HTTP (in development there: the names may move, and then move here).
+Source: the conventions for generative AI and HTTP, which are in development and may change. No
+other module contains attribute names.
 """
 
 from __future__ import annotations

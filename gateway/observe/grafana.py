@@ -1,4 +1,4 @@
-"""A board as Grafana's JSON. Ids and places follow from the order of panels, so files change only where boards do."""
+"""Dashboards as Grafana's JSON. Ids and positions follow from the order of the panels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def board(spec: Board, catalogue: Sequence[Spec]) -> str:
-    """The file of one board."""
+    """Return the JSON file of one dashboard."""
     tree = {
         "uid": spec.uid,
         "title": spec.title,
@@ -30,14 +30,16 @@ def board(spec: Board, catalogue: Sequence[Spec]) -> str:
         "timezone": "browser",
         "templating": {"list": _variables()},
         "annotations": {"list": [_reloads(catalogue)]},
-        "links": [{"title": "Penstock", "type": "dashboards", "tags": ["penstock"], "asDropdown": True}],
+        "links": [
+            {"title": "Penstock", "type": "dashboards", "tags": ["penstock"], "asDropdown": True}
+        ],
         "panels": _panels(spec, catalogue),
     }
     return json.dumps(tree, indent=1) + "\n"
 
 
 def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
-    """Every query of every panel, by board and title."""
+    """Return every query of every panel, by dashboard and title."""
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
         for spec in BOARDS
@@ -48,28 +50,32 @@ def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
 
 
 def limited(expr: str, catalogue: Sequence[Spec]) -> str:
-    """The query as a panel sends it: of the jobs, namespaces, pools and models that are chosen."""
+    """Return the query of a panel, filtered by the dashboard's variables."""
     labels = {spec.name: {"job", "namespace", *spec.exposed} for spec in catalogue}
     labels |= {name: set(VARIABLES) for name in recorded()}
     return filtered(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
 
 
 def _variables() -> list[dict[str, Any]]:
-    """The data source, and a variable for each label that panels are limited by."""
+    """Return the data source, and a variable for each label that panels filter by."""
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
-    among = 'job=~"$job", namespace=~"$namespace"'
+    selected = 'job=~"$job", namespace=~"$namespace"'
     return [
         source,
         _variable("job", "Job", "penstock_config_version_info", everything=None),
         _variable("namespace", "Namespace", 'penstock_config_version_info{job=~"$job"}'),
-        _variable("pool", "Pool", f"penstock_endpoint_up{{{among}}}"),
-        _variable("model", "Model", f"penstock_requests_total{{{among}}}"),
+        _variable("pool", "Pool", f"penstock_endpoint_up{{{selected}}}"),
+        _variable("model", "Model", f"penstock_requests_total{{{selected}}}"),
     ]
 
 
 def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
-    """A choice among the values of a label. `everything` matches series without the label as well; None: only values
-    that were found, for names of series that other programs have too."""
+    """Return a variable that selects among the values of a label.
+
+    everything  pattern for "All"; the default also matches series without the label. None: "All"
+                matches
+                existing values only, so that series of other programs do not match
+    """
     return {
         "name": name,
         "label": label,
@@ -86,22 +92,27 @@ def _variable(name: str, label: str, series: str, everything: str | None = ".*")
 
 
 def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
-    shown: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     y = 0
     for row, panels in completed(spec, catalogue).items():
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        shown.append({"id": len(shown) + 1, "type": "row", "title": str(row), "collapsed": False, "gridPos": place})
+        header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": place}
+        items.append({"id": len(items) + 1, **header})
         y += 1
         for number, panel in enumerate(panels):
             across, down = number % (COLUMNS // WIDTH), number // (COLUMNS // WIDTH)
             place = {"x": across * WIDTH, "y": y + down * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            shown.append(_panel(len(shown) + 1, panel, place, catalogue))
+            items.append(_panel(len(items) + 1, panel, place, catalogue))
         y += -(-len(panels) // (COLUMNS // WIDTH)) * HEIGHT
-    return shown
+    return items
 
 
-def _panel(number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[Spec]) -> dict[str, Any]:
-    custom = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if panel.kind == "timeseries" else {}
+def _panel(
+    number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[Spec]
+) -> dict[str, Any]:
+    is_timeseries = panel.kind == "timeseries"
+    style = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if is_timeseries else {}
+    legend = {"legend": {"displayMode": "list", "placement": "bottom"}} if is_timeseries else {}
     return {
         "id": number,
         "type": panel.kind,
@@ -109,23 +120,23 @@ def _panel(number: int, panel: Panel, place: dict[str, int], catalogue: Sequence
         "description": panel.text,
         "datasource": SOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}} if panel.kind == "timeseries" else {},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": style}, "overrides": []},
+        "options": legend,
         "targets": [
             {
-                "refId": chr(ord("A") + at),
+                "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
                 "expr": limited(query.expr, catalogue),
                 "legendFormat": query.legend or "__auto",
                 "exemplar": "_bucket" in query.expr,
             }
-            for at, query in enumerate(panel.queries)
+            for index, query in enumerate(panel.queries)
         ],
     }
 
 
 def _reloads(catalogue: Sequence[Spec]) -> dict[str, Any]:
-    """Marks where another configuration came into force."""
+    """Return the annotation that marks configuration changes."""
     return {
         "name": "Configuration changes",
         "datasource": SOURCE,

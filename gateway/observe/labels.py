@@ -1,4 +1,4 @@
-"""Labels that several parts of the catalogue use, and the rows of the boards that families stand in."""
+"""Labels that several parts of the catalogue use, and the rows of the dashboards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULT = Label("result", 8)
 
 
 class Row(StrEnum):
-    """A row of a board; boards.py says of which."""
+    """A row of a dashboard; boards.py assigns rows to dashboards."""
 
     REQUESTS = "Requests"
     LATENCY = "Latency"

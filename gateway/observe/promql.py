@@ -1,6 +1,7 @@
-"""PromQL in small pieces: writing the few shapes that boards and rules need, and reading which series a query asks for.
+"""PromQL helpers: build the queries of dashboards and rules, and find the series they select.
 
-Reading is for checking queries against a scrape. It is no parser: it knows selectors and label lists, and nothing else.
+The latter serves to check queries against a scrape. It is no full parser: it finds selectors and
+label lists only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 
 WINDOW = "$__rate_interval"
-"""What Grafana fills in: four scrapes or more."""
+"""A variable that Grafana replaces by at least four scrape intervals."""
 
 VARIABLES = ("job", "namespace", "pool", "model")
-"""The variables of the boards, named like the labels that they select."""
+"""The variables of the dashboards, named like the labels that they filter."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _RANGE = re.compile(r"\[[^\]]*\]")
@@ -26,21 +27,25 @@ _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vect
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A series that a query asks for: its name, and the labels that are matched."""
+    """A selector of a query: the metric name, and the labels that it matches."""
 
     name: str
     labels: frozenset[str]
 
 
 def asked(query: str) -> tuple[Asked, ...]:
-    """Every selector of the query."""
+    """Return every selector of the query."""
     bare = _LISTED.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
-    found = ((match[1], match[2] or "") for match in _SELECTOR.finditer(bare) if match[1].lower() not in _WORDS)
-    return tuple(Asked(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in found)
+    selectors = (
+        (match[1], match[2] or "")
+        for match in _SELECTOR.finditer(bare)
+        if match[1].lower() not in _WORDS
+    )
+    return tuple(Asked(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors)
 
 
 def grouped(query: str) -> frozenset[str]:
-    """Every label that the query groups or joins by, but `le`, which buckets have."""
+    """Return the labels that the query groups or joins by, except `le` of buckets."""
     return frozenset(label for label in _lists(query) if label != "le")
 
 
@@ -50,7 +55,7 @@ def _lists(query: str) -> Iterator[str]:
 
 
 def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
-    """The query with every selector limited to the boards' variables, as far as `labels_of` a series has them."""
+    """Add the dashboard variables to every selector whose series has the label."""
 
     def limited(match: re.Match[str]) -> str:
         name, matchers = match[1], match[2]
@@ -61,14 +66,14 @@ def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
 
 
 def filled(query: str, window: str) -> str:
-    """The query as Grafana sends it when every variable is set to all."""
+    """Return the query as Grafana sends it with every variable set to all."""
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')
     return query.replace(WINDOW, window)
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:
-    """`matchers` are label -> value; a value that begins with ~ or ! says how it is compared (=~, !=, !~)."""
+    """Build a selector; a value that begins with ~, ! or !~ sets its operator (=~, !=, !~)."""
     if not matchers:
         return name
     shown = ", ".join(_matcher(label, value) for label, value in matchers.items())
@@ -83,23 +88,24 @@ def _matcher(label: str, value: str) -> str:
 
 
 def rate(name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Per second, summed by these labels."""
+    """Build the per-second rate, summed by the labels in `by`."""
     grouping = f" by ({by})" if by else ""
     return f"sum{grouping} (rate({selector(name, matchers)}[{window}]))"
 
 
 def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
-    """As rate() over everything; 0 where there is no such series yet."""
+    """Build the total rate, which is 0 while there is no such series."""
     return f"({rate(name, '', window, **matchers)} or vector(0))"
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Of everything that the family counts, what matches; 0 where nothing ever did."""
-    every = rate(name, by, window)
-    return f"({rate(name, by, window, **matchers)} or 0 * {every}) / {every}"
+    """Build the share of the matching series in the whole family; 0 if none has ever matched."""
+    total = rate(name, by, window)
+    return f"({rate(name, by, window, **matchers)} or 0 * {total}) / {total}"
 
 
 def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Of a histogram, its buckets merged first: percentiles must never be averaged."""
+    """Build a quantile of a histogram over all its series: buckets are summed first."""
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({q:g}, sum by ({labels}) (rate({selector(f'{name}_bucket', matchers)}[{window}])))"
+    buckets = selector(f"{name}_bucket", matchers)
+    return f"histogram_quantile({q:g}, sum by ({labels}) (rate({buckets}[{window}])))"

@@ -1,7 +1,7 @@
-"""The OpenTelemetry resource of this process: the attributes that every batch of spans carries.
+"""The OpenTelemetry resource of this process: the attributes sent with every batch of spans.
 
-The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own attributes,
-as OpenTelemetry specifies. Not here: what is sent, and when (export.py).
+The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own
+attributes, as OpenTelemetry specifies. Not here: the export (otlp.py).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
 def attributes(env: Mapping[str, str]) -> list[Attribute]:
-    """All attributes of this process. `service.instance.id` is a new UUID for each call unless `env` gives one."""
-    named = {
+    """Return the attributes; `service.instance.id` is a new UUID unless `env` sets one."""
+    values = {
         "service.name": "penstock",
         "service.version": own_version(),
         "service.instance.id": str(uuid4()),
-    } | _given(env)
+    } | _from_env(env)
     if name := env.get(SERVICE_NAME):
-        named["service.name"] = name
-    shown = [Attribute(key, {"stringValue": value}) for key, value in named.items()]
-    return [*shown, Attribute("process.pid", {"intValue": str(os.getpid())})]
+        values["service.name"] = name
+    strings = [Attribute(key, {"stringValue": value}) for key, value in values.items()]
+    return [*strings, Attribute("process.pid", {"intValue": str(os.getpid())})]
 
 
-def _given(env: Mapping[str, str]) -> dict[str, str]:
-    """The pairs of OTEL_RESOURCE_ATTRIBUTES with percent-encoding decoded; {} and a warning if one is malformed."""
-    found: dict[str, str] = {}
+def _from_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Parse OTEL_RESOURCE_ATTRIBUTES; log a warning and return {} if it is malformed."""
+    pairs: dict[str, str] = {}
     for pair in filter(str.strip, env.get(ATTRIBUTES, "").split(",")):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            log.warning("%s is ignored: it must be KEY=VALUE pairs with commas between them", ATTRIBUTES)
+            log.warning("%s is ignored: it must be comma-separated KEY=VALUE pairs", ATTRIBUTES)
             return {}
-        found[key.strip()] = unquote(value.strip())
-    found.pop("process.pid", None)
-    return found
+        pairs[key.strip()] = unquote(value.strip())
+    pairs.pop("process.pid", None)
+    return pairs

@@ -1,4 +1,4 @@
-"""Prometheus' files: recording rules, alerts, and promtool's tests of them, as YAML."""
+"""The Prometheus files: recording rules, alerts, and their promtool tests, as YAML."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _MADE = "# Written by `make docs` from gateway/observe; do not edit.\n"
 _MINUTES = 240
 TRIED_AT = "30m"
 
-OF: Mapping[str, str] = MappingProxyType({"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"})
-"""The labels of the model whose budget burns in the tests."""
+OF: Mapping[str, str] = MappingProxyType(
+    {"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"}
+)
+"""The labels of the series in the tests of burn rates."""
 
 Rule = Mapping[str, object]
 
 
 def rules(runbooks: str = RUNBOOKS) -> str:
-    """The rules' file. Alerts point to their page below `runbooks`, a folder's path or URL."""
+    """Return the rules file; alerts link to their page below `runbooks`, a folder or URL."""
     groups = [
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
         {"name": "penstock-causes", "rules": _causes(runbooks)},
@@ -34,7 +36,7 @@ def rules(runbooks: str = RUNBOOKS) -> str:
 
 
 def trials(runbooks: str = RUNBOOKS) -> str:
-    """What promtool tries: each alert fires on what it is for, and not on what it is not for."""
+    """Return the promtool tests: each alert fires on its problem, and not without it."""
     tests = [trial for objective in OBJECTIVES for trial in _burn_trials(objective, runbooks)]
     for alert in ALERTS:
         labels = dict(alert.labels) | {"severity": alert.severity}
@@ -45,24 +47,32 @@ def trials(runbooks: str = RUNBOOKS) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Of all alerts, each once; each has a runbook."""
+    """Return the names of all alerts; each has a runbook."""
     return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
 
 
 def queries() -> Mapping[str, str]:
-    """What every rule asks for, by where it stands; of alerts without the comparison, so that there is an answer."""
-    found = {f"record {window} {slo.slo}": slo.bad_share(window) for slo in OBJECTIVES for window in WINDOWS}
+    """Return the queries of all rules, by place; without comparisons, so that all have results."""
+    by_place = {
+        f"record {window} {slo.slo}": slo.bad_share(window)
+        for slo in OBJECTIVES
+        for window in WINDOWS
+    }
     for slo in OBJECTIVES:
         for burn in BURNS:
-            found[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
-            found[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
-    found |= {alert.name: alert.value for alert in ALERTS}
-    return found | {f"{alert.name} besides": alert.besides for alert in ALERTS if alert.besides}
+            by_place[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
+            by_place[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
+    by_place |= {alert.name: alert.value for alert in ALERTS}
+    return by_place | {
+        f"{alert.name} condition": alert.besides for alert in ALERTS if alert.besides
+    }
 
 
 def recorded() -> frozenset[str]:
-    """Names that the recording rules make."""
-    return frozenset(slo.recorded(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS)
+    """Return the names of the series that recording rules create."""
+    return frozenset(
+        slo.recorded(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
+    )
 
 
 def _recordings() -> list[Rule]:
@@ -109,29 +119,31 @@ def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
 
 
 def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
-    """Errors at twenty, three and half times the speed that the budget allows, after three hours."""
-    found = []
+    """Build tests with errors at 20, 3 and 0.5 times the rate that the budget allows."""
+    tests = []
     for speed in (20.0, 3.0, 0.5):
         bad = round(speed * (1 - slo.goal) * 10_000)
+        labels = 'model="m", pool="chat"'
         if slo.slo == "availability":
             series = (
                 (
-                    'penstock_requests_total{model="m", pool="chat", code="200", reason="served"}',
+                    f'penstock_requests_total{{{labels}, code="200", reason="served"}}',
                     f"0+{10_000 - bad}x{_MINUTES}",
                 ),
                 (
-                    'penstock_requests_total{model="m", pool="chat", code="502", reason="upstream_failed"}',
+                    f'penstock_requests_total{{{labels}, code="502", reason="upstream_failed"}}',
                     f"0+{bad}x{_MINUTES}",
                 ),
             )
         else:
             series = (
                 (
-                    'penstock_goodput_total{model="m", pool="chat", class="standard", kept="met"}',
+                    f'penstock_goodput_total{{{labels}, class="standard", kept="met"}}',
                     f"0+{10_000 - bad}x{_MINUTES}",
                 ),
                 (
-                    f'penstock_goodput_total{{model="m", pool="chat", class="standard", kept="{slo.slo}_missed"}}',
+                    f'penstock_goodput_total{{{labels}, class="standard", '
+                    f'kept="{slo.slo}_missed"}}',
                     f"0+{bad}x{_MINUTES}",
                 ),
             )
@@ -145,31 +157,38 @@ def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
             for burn in BURNS
             if speed > burn.factor
         ]
-        found.append(_trial(f"{slo.alert} at {speed:g} times the budget's speed", series, "3h", slo.alert, fired))
-    return found
+        name = f"{slo.alert} at {speed:g} times the budget's rate"
+        tests.append(_trial(name, series, "3h", slo.alert, fired))
+    return tests
 
 
 def _expected(summary: str, labels: Mapping[str, str], alert: str, runbooks: str) -> Rule:
     return {"exp_labels": dict(labels), "exp_annotations": _annotations(summary, alert, runbooks)}
 
 
-def _trial(name: str, series: Series, at: str, alert: str, fired: Sequence[Rule]) -> Rule:
+def _trial(title: str, series: Series, eval_time: str, alert: str, fired: Sequence[Rule]) -> Rule:
     return {
-        "name": name,
+        "name": title,
         "interval": "1m",
-        "input_series": [{"series": _placed(each), "values": values} for each, values in series],
-        "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": list(fired)}],
+        "input_series": [
+            {"series": _with_target_labels(name), "values": values} for name, values in series
+        ],
+        "alert_rule_test": [
+            {"eval_time": eval_time, "alertname": alert, "exp_alerts": list(fired)}
+        ],
     }
 
 
-def _placed(series: str) -> str:
-    """The series with the labels of a scrape, and with a pool where its endpoint or class implies one."""
+def _with_target_labels(series: str) -> str:
+    """Add the labels of a scrape target, and a pool where an endpoint or class implies one."""
     name, _, labels = series.partition("{")
-    more = [] if 'job="' in labels else ['job="penstock"']
-    more += [] if 'namespace="' in labels else ['namespace="llm"']
+    added = [] if 'job="' in labels else ['job="penstock"']
+    added += [] if 'namespace="' in labels else ['namespace="llm"']
     has_pool = any(f'{label}="' in labels for label in ("endpoint", "prefill", "class"))
-    more += ['pool="chat"'] if has_pool and 'pool="' not in labels else []
-    return f"{name}{{{', '.join((*more, labels))}" if labels else f"{name}{{{', '.join(more)}}}"
+    added += ['pool="chat"'] if has_pool and 'pool="' not in labels else []
+    if labels:
+        return f"{name}{{{', '.join((*added, labels))}"
+    return f"{name}{{{', '.join(added)}}}"
 
 
 def _yaml(tree: object) -> str:

@@ -1,7 +1,8 @@
-"""What is promised to whoever watches: three objectives, their recording rules, and alerts on how fast budgets burn.
+"""The service level objectives: recording rules, and alerts on the burn rate of error budgets.
 
-An alert fires while the budget of errors burns faster than `factor` in a long window and still does in a short one, so
-that it comes soon and ends soon. Factors and windows: the SRE workbook's, for a budget of 30 days.
+An alert fires while the error budget burns faster than `factor` in a long window and in a short
+one. So it starts and ends without delay. Factors and windows are those of Google's SRE workbook for
+a budget of 30 days.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import msgspec
 from gateway.observe.promql import rate
 
 PER = "job, namespace, model, pool"
-"""Each model of each fleet has a budget of its own."""
+"""Each model of each fleet has its own budget."""
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"
@@ -19,7 +20,11 @@ JUDGED = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A share of requests, `goal`, that has to be good. `slo` is its label; `alert` names its alerts and runbook."""
+    """A share of requests, `goal`, that has to be good.
+
+    slo    value of the slo label
+    alert  name of its alerts and runbook
+    """
 
     slo: str
     alert: str
@@ -27,27 +32,31 @@ class Objective(msgspec.Struct, frozen=True):
     summary: str
 
     def bad_share(self, window: str) -> str:
-        """Of what counts, the share that was bad."""
+        """Build the query for the share of bad requests in the window."""
         if self.slo == "availability":
-            every = rate("penstock_requests_total", PER, window, code="~200|5..")
+            total = rate("penstock_requests_total", PER, window, code="~200|5..")
             failed = rate("penstock_requests_total", PER, window, code="~5..")
-            cut = rate("penstock_requests_total", PER, window, code="200", reason="!served")
-            return f"(({failed} or 0 * {every}) + ({cut} or 0 * {every})) / {every}"
-        every = rate("penstock_goodput_total", PER, window, kept=JUDGED)
-        missed = rate("penstock_goodput_total", PER, window, kept=TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED)
-        return f"({missed} or 0 * {every}) / {every}"
+            broken = rate("penstock_requests_total", PER, window, code="200", reason="!served")
+            return f"(({failed} or 0 * {total}) + ({broken} or 0 * {total})) / {total}"
+        total = rate("penstock_goodput_total", PER, window, kept=JUDGED)
+        outcomes = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED
+        missed = rate("penstock_goodput_total", PER, window, kept=outcomes)
+        return f"({missed} or 0 * {total}) / {total}"
 
     def recorded(self, window: str) -> str:
-        """The same, as its recording rule calls it."""
+        """Return the series that the recording rule stores the bad share in."""
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
-        """Of the newest three days' budget, the share that is left."""
+        """Build the query for the share of the last three days' budget that is left."""
         return f"1 - {self.recorded('3d')} / {1 - self.goal:.6g}"
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """How fast is too fast: `factor` times the speed that would just use the budget up."""
+    """A burn rate that alerts: `factor` times the rate that uses the budget up exactly.
+
+    long, short  windows in which the rate must be exceeded; hold  for how long
+    """
 
     factor: float
     long: str
@@ -56,27 +65,35 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """The share of errors at which it burns so fast."""
+        """Return the share of bad requests at this burn rate."""
         return f"{self.factor * (1 - objective.goal):.6g}"
 
     def rule(self, objective: Objective) -> str:
-        """The alert's expression."""
+        """Build the alert's expression."""
         limit = self.limit(objective)
-        return f"{objective.recorded(self.long)} > {limit} and {objective.recorded(self.short)} > {limit}"
+        long, short = objective.recorded(self.long), objective.recorded(self.short)
+        return f"{long} > {limit} and {short} > {limit}"
 
 
 OBJECTIVES = (
     Objective(
-        "ttft", "PenstockTtftBurn", 0.99, "First tokens come later than promised, faster than the budget allows."
+        "ttft",
+        "PenstockTtftBurn",
+        0.99,
+        "Too many first tokens are late: the error budget burns too fast.",
     ),
     Objective(
-        "tpot", "PenstockTpotBurn", 0.99, "Tokens follow more slowly than promised, faster than the budget allows."
+        "tpot",
+        "PenstockTpotBurn",
+        0.99,
+        "Too many streams are slow: the error budget burns too fast.",
     ),
     Objective(
         "availability",
         "PenstockAvailabilityBurn",
         0.999,
-        "Requests fail or are cut off, faster than the budget allows; sheds are not counted.",
+        "Too many requests fail or break off: the error budget burns too fast. Refusals do not "
+        "count.",
     ),
 )
 

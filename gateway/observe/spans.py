@@ -1,12 +1,16 @@
-"""A request that is over as one tree of spans, made from the stamps that it carries anyway.
+"""The spans of an ended request as one tree, built from the time stamps of its exchange.
 
     chat MODEL
-      admit     accepted -> understood             queue     -> a Permit             pick     -> an endpoint chosen
-      engine    a leg, as the engine was told of it: one for every attempt
-        first_token   sent -> first token          decode    -> last byte
-      prefill   the other leg of a split request; then engine has transfer (prefilled -> first byte) as well
+      admit         accepted to parsed
+      queue         parsed to admitted
+      pick          admitted to picked
+      engine        one per attempt: the request to an endpoint
+        first_token   sent to first token
+        decode        first token to last byte
+      prefill       the prefill leg of a split request; its engine span also has a
+                    transfer span, from the end of prefill to the first byte
 
-Lives here: the tree. Not here: sending it (export.py), names of attributes (genai.py).
+Not here: the export of spans (otlp.py) and the names of attributes (semconv.py).
 """
 
 from __future__ import annotations
@@ -30,14 +34,14 @@ Attributes = Mapping[str, Value]
 
 
 class Attribute(msgspec.Struct, frozen=True):
-    """One attribute, as OTLP's JSON wants it."""
+    """One attribute in OTLP's JSON encoding."""
 
     key: str
     value: dict[str, object]
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """One span, as OTLP's JSON wants it: ids in hexadecimal, times in nanoseconds as text."""
+    """One span in OTLP's JSON encoding: ids in hexadecimal, times in nanoseconds as text."""
 
     trace_id: str
     span_id: str
@@ -52,12 +56,15 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 class _Tree:
-    """Spans of one trace under construction. `zero` is when the monotonic clock began, in Unix time."""
+    """The spans of one trace under construction.
 
-    def __init__(self, trace: Trace, zero: float) -> None:
+    `unix_offset` is Unix time minus monotonic time.
+    """
+
+    def __init__(self, trace: Trace, unix_offset: float) -> None:
         self.spans: list[Span] = []
         self._trace = trace
-        self._zero = zero
+        self._unix_offset = unix_offset
 
     @property
     def root(self) -> str:
@@ -68,126 +75,158 @@ class _Tree:
         name: str,
         times: tuple[float | None, float | None],
         parent: str,
-        told: Attributes,
+        attributes: Attributes,
         kind: int = INTERNAL,
         span_id: str = "",
-        failed: str = "",
+        failure: str = "",
     ) -> None:
-        """Another span, if both of its times are known; an id of its own unless it was given one."""
+        """Add a span if both of its times are known; it gets a new id unless one is given."""
         start, end = times
         if start is None or end is None:
             return
-        began, ended = self._nanoseconds(start), self._nanoseconds(max(start, end))
-        shown = [_attribute(key, value) for key, value in told.items() if value is not None]
-        status: dict[str, object] = {"code": ERROR, "message": failed} if failed else {}
+        start_ns, end_ns = self._nanoseconds(start), self._nanoseconds(max(start, end))
+        encoded = [_attribute(key, value) for key, value in attributes.items() if value is not None]
+        status: dict[str, object] = {"code": ERROR, "message": failure} if failure else {}
         state = self._trace.state if span_id == self._trace.span_id else ""
-        self.spans.append(
-            Span(
-                *(self._trace.trace_id, span_id or new_id(), name, kind, began, ended, shown, parent),
-                trace_state=state,
-                status=status,
-            )
+        span = Span(
+            self._trace.trace_id,
+            span_id or new_id(),
+            name,
+            kind,
+            start_ns,
+            end_ns,
+            encoded,
+            parent,
+            trace_state=state,
+            status=status,
         )
+        self.spans.append(span)
 
     def _nanoseconds(self, stamp: float) -> str:
-        return str(int((self._zero + stamp) * SECOND_NS))
+        return str(int((self._unix_offset + stamp) * SECOND_NS))
 
 
-def tree(x: Exchange, trace: Trace, now: float, zero: float) -> list[Span]:
-    """All spans of a request that ended at `now`, the root first."""
-    made = _Tree(trace, zero)
-    operation = genai.OPERATIONS.get(x.api, "request")
-    failed = "" if x.status < 500 and x.outcome in ("served", "refused", "client_gone") else (x.reason or x.outcome)
-    name = f"{operation} {x.model}" if x.model else operation
-    made.add(name, (x.accepted_at, now), trace.parent_id, _root(x, operation), SERVER, trace.span_id, failed)
+def tree(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
+    """Return all spans of a request that ended at `now`, the root first."""
+    spans = _Tree(trace, unix_offset)
+    operation = genai.OPERATIONS.get(exchange.api, "request")
+    is_ok = exchange.status < 500 and exchange.outcome in ("served", "refused", "client_gone")
+    failure = "" if is_ok else (exchange.reason or exchange.outcome)
+    name = f"{operation} {exchange.model}" if exchange.model else operation
+    times = (exchange.accepted_at, now)
+    attributes = _root_attributes(exchange, operation)
+    spans.add(name, times, trace.parent_id, attributes, SERVER, trace.span_id, failure)
     root = trace.span_id
-    made.add("admit", (x.accepted_at, x.parsed_at), root, {})
-    entered = x.admitted_at if x.admitted_at is not None else (now if x.outcome == "refused" else None)
-    made.add("queue", (x.parsed_at, entered), root, {genai.REASON: x.reason if x.admitted_at is None else None})
-    made.add("pick", (x.admitted_at, x.picked_at), root, _pick(x))
-    for leg, end, failure in _ends(x, trace.legs, now):
-        _leg(made, x, leg, end, failure)
-    return made.spans
+    spans.add("admit", (exchange.accepted_at, exchange.parsed_at), root, {})
+    admitted = exchange.admitted_at
+    queue_end = now if admitted is None and exchange.outcome == "refused" else admitted
+    reason = exchange.reason if admitted is None else None
+    spans.add("queue", (exchange.parsed_at, queue_end), root, {genai.REASON: reason})
+    spans.add("pick", (admitted, exchange.picked_at), root, _pick_attributes(exchange))
+    for leg, end, leg_failure in _leg_ends(exchange, trace.legs, now):
+        _add_leg(spans, exchange, leg, end, leg_failure)
+    return spans.spans
 
 
-def _leg(made: _Tree, x: Exchange, leg: TraceLeg, end: float, failure: str) -> None:
-    """A request to an engine; the one that was answered has its parts below it."""
-    told: Attributes = {genai.ENDPOINT: leg.endpoint, genai.ROLE: leg.role, genai.ERROR: failure or None}
-    root = made.root
-    if leg.role == PREFILL:
-        made.add("prefill", (leg.began, end), root, told, CLIENT, leg.span_id, failure)
-        return
-    made.add("engine", (leg.began, end), root, told, CLIENT, leg.span_id, failure)
-    relay, split = x.relay, x.split
-    if failure or relay is None or relay.first_byte_at is None:
+def _add_leg(spans: _Tree, exchange: Exchange, leg: TraceLeg, end: float, failure: str) -> None:
+    """Add the span of a request to an engine; the leg that was answered gets child spans."""
+    attributes: Attributes = {
+        genai.ENDPOINT: leg.endpoint,
+        genai.ROLE: leg.role,
+        genai.ERROR: failure or None,
+    }
+    name = "prefill" if leg.role == PREFILL else "engine"
+    spans.add(name, (leg.began, end), spans.root, attributes, CLIENT, leg.span_id, failure)
+    relay, split = exchange.relay, exchange.split
+    if leg.role == PREFILL or failure or relay is None or relay.first_byte_at is None:
         return
     began = leg.began
     if split is not None and split.prefilled_at is not None:
-        at = max(began, split.prefilled_at)
-        made.add("transfer", (at, relay.first_byte_at), leg.span_id, {genai.TRANSPORT: split.transport})
+        times = (max(began, split.prefilled_at), relay.first_byte_at)
+        spans.add("transfer", times, leg.span_id, {genai.TRANSPORT: split.transport})
         began = relay.first_byte_at
-    first = {genai.PREDICTED_TTFT: x.predicted_ttft_s, genai.TTFT: x.ttft_s}
-    made.add("first_token", (began, relay.first_token_at), leg.span_id, first)
-    rest = {genai.PREDICTED_TPOT: x.predicted_tpot_s, genai.TPOT: x.tpot_s}
-    made.add("decode", (relay.first_token_at, relay.last_at), leg.span_id, rest)
+    ttft = {genai.PREDICTED_TTFT: exchange.predicted_ttft_s, genai.TTFT: exchange.ttft_s}
+    spans.add("first_token", (began, relay.first_token_at), leg.span_id, ttft)
+    tpot = {genai.PREDICTED_TPOT: exchange.predicted_tpot_s, genai.TPOT: exchange.tpot_s}
+    spans.add("decode", (relay.first_token_at, relay.last_at), leg.span_id, tpot)
 
 
-def _ends(x: Exchange, legs: list[TraceLeg], now: float) -> Iterator[tuple[TraceLeg, float, str]]:
-    """Each leg with its end and what it failed of. One that another of its kind followed had failed by then."""
-    split = x.split
-    for at, leg in enumerate(legs):
-        later = next((each.began for each in legs[at + 1 :] if (each.role == PREFILL) == (leg.role == PREFILL)), None)
-        if later is not None:
-            yield leg, later, "retried"
-        elif leg.role == PREFILL:
+def _leg_ends(
+    exchange: Exchange, legs: list[TraceLeg], now: float
+) -> Iterator[tuple[TraceLeg, float, str]]:
+    """Yield each leg with its end and its failure.
+
+    A leg that was followed by another of its role had failed by then.
+    """
+    split, relay = exchange.split, exchange.relay
+    for index, leg in enumerate(legs):
+        is_prefill = leg.role == PREFILL
+        followers = (
+            other.began for other in legs[index + 1 :] if (other.role == PREFILL) == is_prefill
+        )
+        retried_at = next(followers, None)
+        if retried_at is not None:
+            yield leg, retried_at, "retried"
+        elif is_prefill:
             prefilled = None if split is None else split.prefilled_at
-            yield leg, (now if prefilled is None else prefilled), "" if prefilled is not None else (x.reason or "")
+            failure = "" if prefilled is not None else (exchange.reason or "")
+            yield leg, (now if prefilled is None else prefilled), failure
         else:
-            ok = x.relay is not None and x.relay.committed and x.outcome != "interrupted"
-            last = None if x.relay is None else x.relay.last_at
-            yield leg, last or now, "" if ok else (x.reason or x.outcome)
+            is_ok = relay is not None and relay.committed and exchange.outcome != "interrupted"
+            last = None if relay is None else relay.last_at
+            yield leg, last or now, "" if is_ok else (exchange.reason or exchange.outcome)
 
 
-def _root(x: Exchange, operation: str) -> Attributes:
-    """What there is to say of the request as a whole. Never a prompt, a header or a key."""
-    told: dict[str, Value] = {
+def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
+    """Return the attributes of the whole request; never a prompt, a header or a key."""
+    call, relay = exchange.call, exchange.relay
+    failure = exchange.reason or exchange.outcome
+    has_failed = exchange.status >= 400 or exchange.outcome != "served"
+    attributes: dict[str, Value] = {
         genai.OPERATION: operation,
         genai.PROVIDER: "penstock",
         genai.METHOD: "POST",
-        genai.ROUTE: str(x.api),
-        genai.STATUS: x.status or None,
-        genai.REQUEST_ID: x.id,
-        genai.REQUEST_MODEL: (x.model if x.call is None else x.call.asked_model) or None,
-        genai.TENANT: x.tenant or None,
-        genai.OUTCOME: x.outcome,
-        genai.REASON: x.reason,
-        genai.RETRIES: len(x.retries) or None,
-        genai.ERROR: (x.reason or x.outcome) if x.status >= 400 or x.outcome != "served" else None,
-        genai.KEPT: x.kept or None,
+        genai.ROUTE: str(exchange.api),
+        genai.STATUS: exchange.status or None,
+        genai.REQUEST_ID: exchange.id,
+        genai.REQUEST_MODEL: (exchange.model if call is None else call.asked_model) or None,
+        genai.TENANT: exchange.tenant or None,
+        genai.OUTCOME: exchange.outcome,
+        genai.REASON: exchange.reason,
+        genai.RETRIES: len(exchange.retries) or None,
+        genai.ERROR: failure if has_failed else None,
+        genai.KEPT: exchange.kept or None,
     }
-    if x.call is not None:
-        slo = x.call.request.slo
-        told |= {genai.CLASS: slo.name, genai.BUDGET_TTFT: slo.ttft_s, genai.BUDGET_TPOT: slo.tpot_s}
-    if x.split is not None:
-        told |= {genai.SPLIT_REASON: x.split.reason, genai.DIALECT: x.split.dialect or None}
-    if x.relay is not None and x.relay.committed:
-        usage = usage_of(x, x.relay)
-        told |= {
-            genai.RESPONSE_MODEL: x.model,
-            genai.FINISH: [x.relay.finish_reason] if x.relay.finish_reason else None,
+    if call is not None:
+        slo = call.request.slo
+        attributes |= {
+            genai.CLASS: slo.name,
+            genai.BUDGET_TTFT: slo.ttft_s,
+            genai.BUDGET_TPOT: slo.tpot_s,
+        }
+    if exchange.split is not None:
+        attributes |= {
+            genai.SPLIT_REASON: exchange.split.reason,
+            genai.DIALECT: exchange.split.dialect or None,
+        }
+    if relay is not None and relay.committed:
+        usage = usage_of(exchange, relay)
+        attributes |= {
+            genai.RESPONSE_MODEL: exchange.model,
+            genai.FINISH: [relay.finish_reason] if relay.finish_reason else None,
             genai.INPUT_TOKENS: usage.prompt_tokens,
             genai.CACHED_TOKENS: usage.cached_tokens,
             genai.OUTPUT_TOKENS: usage.completion_tokens,
-            genai.PREDICTED_TTFT: x.predicted_ttft_s,
-            genai.TTFT: x.ttft_s,
-            genai.PREDICTED_TPOT: x.predicted_tpot_s,
-            genai.TPOT: x.tpot_s,
+            genai.PREDICTED_TTFT: exchange.predicted_ttft_s,
+            genai.TTFT: exchange.ttft_s,
+            genai.PREDICTED_TPOT: exchange.predicted_tpot_s,
+            genai.TPOT: exchange.tpot_s,
         }
-    return told
+    return attributes
 
 
-def _pick(x: Exchange) -> Attributes:
-    pick = x.pick
+def _pick_attributes(exchange: Exchange) -> Attributes:
+    pick = exchange.pick
     if pick is None:
         return {}
     return {
@@ -201,7 +240,7 @@ def _pick(x: Exchange) -> Attributes:
 
 def _attribute(key: str, value: Value) -> Attribute:
     if isinstance(value, list):
-        return Attribute(key, {"arrayValue": {"values": [{"stringValue": each} for each in value]}})
+        return Attribute(key, {"arrayValue": {"values": [{"stringValue": item} for item in value]}})
     if isinstance(value, float):
         return Attribute(key, {"doubleValue": value})
     if isinstance(value, int):

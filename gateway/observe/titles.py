@@ -1,4 +1,4 @@
-"""Titles of the panels that are made from the catalogue, by family. A test fails for a family without one."""
+"""Titles of the generated dashboard panels, by family. A test requires one for every family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_endpoint_state": "Health state by endpoint",
         "penstock_endpoint_running": "Running requests reported by engines",
         "penstock_endpoint_waiting": "Queued requests reported by engines",
-        "penstock_endpoint_prefill_backlog_tokens": "Prompt tokens waiting for prefill, by endpoint",
+        "penstock_endpoint_prefill_backlog_tokens": "Prompt tokens waiting for prefill, "
+        "by endpoint",
         "penstock_endpoint_context_tokens": "Context tokens being decoded, by endpoint",
         "penstock_endpoint_scrape_age_seconds": "Age of the load reported by engines",
         "penstock_completion_tokens_total": "Output tokens by model",
@@ -34,7 +35,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_connections": "Client connections",
         "penstock_connections_refused_total": "Refused client connections by limit",
         "penstock_tls_handshake_failures_total": "Failed TLS handshakes by listener",
-        "penstock_tls_certificate_not_after_timestamp_seconds": "TLS certificate expiry by listener",
+        "penstock_tls_certificate_not_after_timestamp_seconds": "TLS certificate expiry "
+        "by listener",
         "penstock_body_bytes": "Memory of request bodies",
         "penstock_tasks": "Event loop tasks",
         "penstock_log_lines_dropped_total": "Dropped access log lines",
@@ -45,7 +47,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_config_swap_seconds": "Duration of configuration changes",
         "penstock_shadow_picks_total": "Shadow policies: decisions by result",
         "penstock_shadow_ttft_seconds_total": "Shadow policies: difference in time to first token",
-        "penstock_shadow_cached_tokens_total": "Shadow policies: difference in cached prompt tokens",
+        "penstock_shadow_cached_tokens_total": "Shadow policies: "
+        "difference in cached prompt tokens",
         "penstock_shadow_cost_seconds_total": "Shadow policies: CPU time",
         "penstock_canary_requests_total": "Canary: requests by side and result",
         "penstock_canary_ttft_seconds": "Canary: time to first token by side",

@@ -1,8 +1,8 @@
-"""Follows the files that a configuration is made of: whoever edits, renames or re-links them need not tell anybody.
+"""Watches the files of a configuration and triggers a reload when they change.
 
-A stat of the few known paths five times a second, in a thread: 0.1 ms each, and a hung network disk holds nobody up. It
-sees what inotify does not (network and overlay file systems), follows every link of a ConfigMap's ..data to what it
-leads to, and needs no package.
+The known paths are polled with stat() five times a second, in a thread, so a hung network disk
+blocks no request. Unlike inotify, polling works on network and overlay file systems and follows the
+symbolic links of a ConfigMap's ..data.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger("penstock")
 POLL_S = 0.2
 
 Look = tuple[int, int, int, int]
-"""What changes when a file does: device and inode (another file by that name), length, time of its last change."""
+"""Changes when the file does: device, inode, length, and time of the last change in ns."""
 
 
 class Followed(Protocol):
-    """What is made of files. `running` says whether to follow them at all."""
+    """A configuration loaded from files; `running` may turn watching off."""
 
     @property
     def paths(self) -> tuple[Path, ...]: ...
@@ -34,21 +34,27 @@ class Followed(Protocol):
     running: Loaded
 
     async def changed(self) -> object:
-        """One of them was touched."""
+        """Reload, because one of the files has changed."""
         ...
 
 
 class Follow:
-    """One background task. A change counts once two looks in a row agree, so a file half written is not read."""
+    """One background task.
+
+    A change counts once two polls in a row agree, so no half-written file is read.
+    """
 
     def __init__(self, reloader: Followed) -> None:
         self._reloader = reloader
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin. The first look counts as a change: what was edited since the files were read is not missed."""
-        first = await _looks(self._reloader.paths)
-        self._task = asyncio.create_task(self._run(first), name="follow the configuration")
+        """Start watching.
+
+        The first poll counts as a change, so an edit since the files were loaded is not missed.
+        """
+        first = await _stat_all(self._reloader.paths)
+        self._task = asyncio.create_task(self._run(first), name="watch the configuration")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -57,28 +63,29 @@ class Follow:
                 await self._task
 
     async def _run(self, last: dict[Path, Look | None]) -> None:
-        known: dict[Path, Look | None] | None = None
+        handled: dict[Path, Look | None] | None = None
         while True:
             await asyncio.sleep(POLL_S)
-            now = await _looks(self._reloader.paths)
-            settled = now == last
+            now = await _stat_all(self._reloader.paths)
+            is_settled = now == last
             last = now
-            if settled and now != known and self._reloader.running.config.reload.watch:
-                known = now
+            is_new = now != handled
+            if is_settled and is_new and self._reloader.running.config.reload.watch:
+                handled = now
                 try:
                     await self._reloader.changed()
                 except Exception:
-                    log.exception("following the configuration failed")
+                    log.exception("reload after a change of the configuration file failed")
 
 
-async def _looks(paths: Iterable[Path]) -> dict[Path, Look | None]:
-    return await asyncio.to_thread(lambda: {path: _look(path) for path in paths})
+async def _stat_all(paths: Iterable[Path]) -> dict[Path, Look | None]:
+    return await asyncio.to_thread(lambda: {path: _stat(path) for path in paths})
 
 
-def _look(path: Path) -> Look | None:
-    """None: there is no such file, nobody may look at it, or no file can be called so."""
+def _stat(path: Path) -> Look | None:
+    """Return the file's state; None if it cannot be read or the path is invalid."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,7 +1,7 @@
-"""When a replaced snapshot is really gone: what it may still need is given up then, and not before.
+"""Garbage collection of replaced snapshots: frees what only they need.
 
-A request holds the Snapshot it began with to its last byte, so a Snapshot that nobody holds any more is one that no
-request can pick from. Asking for that costs a request nothing: a weak reference answers it.
+A request holds the Snapshot it began with until its last byte. So once a Snapshot is no longer
+referenced, no request can pick from it. A weak reference detects that, at no cost per request.
 """
 
 from __future__ import annotations
@@ -13,29 +13,39 @@ from gateway.route import Snapshot
 
 
 class Generations:
-    """Old snapshots that may still be in use, and what is due once they are not. Swept with everything else."""
+    """Replaced snapshots that may still be in use, and the actions to run once they are not."""
 
     def __init__(self) -> None:
         self._old: list[tuple[int, ref[Snapshot]]] = []
-        self._due: list[tuple[int, Callable[[], None]]] = []
+        self._actions: list[tuple[int, Callable[[], None]]] = []
 
     def replaced(self, snapshot: Snapshot) -> None:
-        """No new request begins with it."""
+        """Track a snapshot with which no new request begins."""
         self._old.append((snapshot.generation, ref(snapshot)))
 
-    def when_gone(self, generation: int, act: Callable[[], None]) -> None:
-        """Call `act` once nobody holds a snapshot of this generation or an older one."""
-        self._due.append((generation, act))
+    def when_gone(self, generation: int, action: Callable[[], None]) -> None:
+        """Run `action` once no snapshot of this generation or an older one is in use."""
+        self._actions.append((generation, action))
 
     def sweep(self) -> None:
-        self._old = [(generation, held) for generation, held in self._old if held() is not None]
+        """Run the actions that are due. Call it regularly."""
+        self._old = [
+            (generation, reference)
+            for generation, reference in self._old
+            if reference() is not None
+        ]
+        actions, self._actions = self._actions, []
         oldest = self._old[0][0] if self._old else None
-        ready = [act for generation, act in self._due if oldest is None or generation < oldest]
-        self._due = [(generation, act) for generation, act in self._due if oldest is not None and generation >= oldest]
-        for act in ready:
-            act()
+        due = []
+        for generation, action in actions:
+            if oldest is None or generation < oldest:
+                due.append(action)
+            else:
+                self._actions.append((generation, action))
+        for action in due:
+            action()
 
     @property
     def waiting(self) -> int:
-        """Things still kept for old snapshots."""
-        return len(self._due)
+        """Number of pending actions."""
+        return len(self._actions)

@@ -1,6 +1,7 @@
-"""The admin server's pages about the configuration: what is in force, what was, and changing it.
+"""The admin server's configuration pages: the configuration in force, its history, and changes.
 
-Lives here: requests to triggers, outcomes to answers. Not here: who may ask (trust.py), and what happens (reloader.py).
+Lives here: the translation of HTTP requests to reload triggers and of outcomes to responses. Not
+here: authentication (auth.py) and the reload itself (reloader.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
 
 STATUS: Mapping[str, int] = MappingProxyType(
-    {"applied": 200, "unchanged": 200, "dry_run": 200, "rejected": 400, "nothing": 409, "conflict": 412}
+    {
+        "applied": 200,
+        "unchanged": 200,
+        "dry_run": 200,
+        "rejected": 400,
+        "nothing": 409,
+        "conflict": 412,
+    }
 )
 
 
 def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """GET and PUT /config, GET /config/versions, POST /config/reload and /config/rollback."""
+    """Add the routes below /config for a gateway without workers."""
     reloader = target.reloader
 
     async def read(_: web.Request) -> web.Response:
@@ -49,37 +57,40 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         return web.json_response(state, headers={"ETag": reloader.version.etag})
 
     async def versions(_: web.Request) -> web.Response:
-        newest_first = [_version(each) for each in reversed(reloader.versions.all())]
-        return web.json_response({"applied": reloader.version.number, "versions": newest_first})
+        newest_first = [_version(version) for version in reversed(reloader.versions.all())]
+        reply = {"applied": reloader.version.number, "versions": newest_first}
+        return web.json_response(reply)
 
     async def tally(_: web.Request) -> web.Response:
-        found = tallied(target.metrics)
-        return web.json_response({"ended": found.ended, "failed": found.failed})
+        count = tallied(target.metrics)
+        return web.json_response({"ended": count.ended, "failed": count.failed})
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
-        return _told(await reloader.put(text, "admin", if_match=headers.get("If-Match"), options=options))
+        if_match = headers.get("If-Match")
+        return _response(await reloader.put(text, "admin", if_match=if_match, options=options))
 
-    async def again(options: ChangeOptions) -> web.Response:
-        return _told(await reloader.reload("command", options))
+    async def reload(options: ChangeOptions) -> web.Response:
+        return _response(await reloader.reload("command", options))
 
     async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
-        return _told(await reloader.rollback(to, options=options))
+        return _response(await reloader.rollback(to, options=options))
 
     routes.add_get("/config", read)
     routes.add_get("/config/versions", versions)
     routes.add_get("/config/tally", tally)
-    add_changes(routes, put, again, rollback)
+    add_changes(routes, put, reload, rollback)
 
 
 def add_changes(
     routes: web.UrlDispatcher,
     put: Callable[[bytes, Mapping[str, str], ChangeOptions], Awaitable[web.Response]],
-    again: Callable[[ChangeOptions], Awaitable[web.Response]],
+    reload: Callable[[ChangeOptions], Awaitable[web.Response]],
     rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
 ) -> None:
-    """PUT /config, POST /config/reload and /config/rollback, for one gateway or for several that change together.
+    """Add the routes that change the configuration, for a gateway or a supervisor.
 
-    `put` is given the text and the request's headers; `rollback` a version's number, or None for the one before.
+    put       called with the text, the request's headers and the options
+    rollback  called with a version's number, or None for the version before
     """
 
     async def on_put(request: web.Request) -> web.Response:
@@ -88,16 +99,16 @@ def add_changes(
         except web.HTTPRequestEntityTooLarge:
             return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
         except (RequestPayloadError, ConnectionError):
-            return _malformed("the text did not come whole, or is not encoded as its headers say")
+            return _malformed("the text is incomplete, or not encoded as its headers say")
         return await put(text, request.headers, _options(request))
 
     async def on_reload(request: web.Request) -> web.Response:
-        return await again(_options(request))
+        return await reload(_options(request))
 
     async def on_rollback(request: web.Request) -> web.Response:
         to = request.query.get("to")
         if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
-            return _malformed("to= is the number of a version")
+            return _malformed("to= must be the number of a version")
         return await rollback(int(to) if to is not None else None, _options(request))
 
     routes.add_put("/config", on_put)
@@ -106,16 +117,22 @@ def add_changes(
 
 
 def _malformed(message: str, status: int = 400) -> web.Response:
-    """The refusal of what nobody could try, in the shape of all outcomes."""
-    answer = {"result": "rejected", "message": message, "changes": [], "problems": [], "needs_restart": []}
-    return web.json_response(answer, status=status)
+    """Return a rejection in the shape of all outcomes."""
+    reply = {
+        "result": "rejected",
+        "message": message,
+        "changes": [],
+        "problems": [],
+        "needs_restart": [],
+    }
+    return web.json_response(reply, status=status)
 
 
 def _options(request: web.Request) -> ChangeOptions:
-    return ChangeOptions(_asked(request, "dry_run"), _asked(request, "noted"), _asked(request, "force"))
+    return ChangeOptions(*(_has_flag(request, flag) for flag in ("dry_run", "noted", "force")))
 
 
-def _asked(request: web.Request, flag: str) -> bool:
+def _has_flag(request: web.Request, flag: str) -> bool:
     return request.query.get(flag, "0").lower() not in ("0", "false", "no")
 
 
@@ -129,29 +146,35 @@ def _state(reloader: Reloader) -> dict[str, Any]:
 
 
 def _certificates(config: Config) -> list[dict[str, Any]]:
-    """When the certificates in the files expire, and why they are refused now, if they are."""
+    """Return the expiry of each certificate file, and why it is refused now, if it is."""
     return [
-        {"path": each.path, "file": each.file, "not_after": _time(each.not_after), "problem": each.doubt}
-        for each in certificates(config, time())
+        {
+            "path": certificate.path,
+            "file": certificate.file,
+            "not_after": _time(certificate.not_after),
+            "problem": certificate.doubt,
+        }
+        for certificate in certificates(config, time())
     ]
 
 
-def _told(outcome: Outcome) -> web.Response:
-    answer = {
+def _response(outcome: Outcome) -> web.Response:
+    reply = {
         "result": outcome.result,
         "message": outcome.message,
         "version": outcome.version.number,
-        "changes": [_change(each) for each in outcome.changes],
-        "problems": [_problem(each) for each in outcome.problems],
+        "changes": [_change(change) for change in outcome.changes],
+        "problems": [_problem(problem) for problem in outcome.problems],
         "needs_restart": list(outcome.needs_restart),
         "affected": outcome.affected,
         "took_ms": round(outcome.took_s * 1000, 3),
     }
-    return web.json_response(answer, status=STATUS[outcome.result], headers={"ETag": outcome.version.etag})
+    headers = {"ETag": outcome.version.etag}
+    return web.json_response(reply, status=STATUS[outcome.result], headers=headers)
 
 
 def _version(version: Version) -> dict[str, Any]:
-    """Never its text: a secret may stand in it, or in a comment."""
+    """Return a version without its text, which may contain a secret."""
     return {
         "version": version.number,
         "hash": version.hash,
@@ -159,18 +182,23 @@ def _version(version: Version) -> dict[str, Any]:
         "at": _time(version.at),
         "source": version.trigger,
         "file": version.file,
-        "changes": [_change(each) for each in version.changes],
+        "changes": [_change(change) for change in version.changes],
     }
 
 
 def _change(change: Change) -> dict[str, Any]:
-    return {"path": change.path, "before": change.before, "after": change.after, "text": str(change)}
+    return {
+        "path": change.path,
+        "before": change.before,
+        "after": change.after,
+        "text": str(change),
+    }
 
 
 def _rejection(rejection: Rejection | None) -> dict[str, Any] | None:
     if rejection is None:
         return None
-    problems = [_problem(each) for each in rejection.problems]
+    problems = [_problem(problem) for problem in rejection.problems]
     return {"at": _time(rejection.at), "source": rejection.trigger, "problems": problems}
 
 
@@ -180,4 +208,5 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return text.replace("+00:00", "Z")

@@ -1,7 +1,8 @@
-"""Whether a change made things worse, and taking it back then: `reload.auto_rollback`, off unless configured.
+"""Auto-rollback: reverts a configuration change after which more requests fail.
 
-Lives here: the window before a change beside the window after it. What counts as failed is `is_failure`'s; a second
-measure (goodput of a service class) is another field of Tally and another line in `worse`.
+Enabled by `reload.auto_rollback`, which is off by default. Compares the window before a change with
+the window after it. To judge changes by another measure too, add a field to FailureCount and a
+condition to regression().
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TRIGGER = "auto_rollback"
 
 
 class Tally(msgspec.Struct, frozen=True):
-    """Requests that ended since the start, and how many of them failed through no fault of the client's."""
+    """Requests that have ended, and how many of them failed for reasons other than the client."""
 
     ended: int = 0
     failed: int = 0
@@ -44,12 +45,12 @@ class Tally(msgspec.Struct, frozen=True):
 
 
 def is_failure(code: str, reason: str) -> bool:
-    """Whether requests that ended so failed: answered with 5xx, or broken off after the first byte, a 200 by then."""
+    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte."""
     return code.startswith("5") or (code == "200" and reason != "served")
 
 
 def tallied(metrics: Metrics) -> Tally:
-    """From the counters that a scrape sees."""
+    """Count the ended and failed requests since the start of the process."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
@@ -59,18 +60,18 @@ def tallied(metrics: Metrics) -> Tally:
 
 
 def worse(before: Tally, after: Tally, limits: AutoRollback) -> str | None:
-    """Why the change should go, in a sentence; None while there is no reason, or not enough requests to tell."""
+    """Return why the change should be reverted; None if it should not, or with too few requests."""
     if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
         return None
     return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
 
 
 class TrialTarget(Protocol):
-    """What a change is made in: one gateway, or all workers of one."""
+    """What a change is applied to: one gateway, or all workers of one."""
 
     @property
     def limits(self) -> AutoRollback | None:
-        """None: nothing is judged."""
+        """The limits; None if auto-rollback is off."""
         ...
 
     @property
@@ -79,12 +80,12 @@ class TrialTarget(Protocol):
     async def tally(self) -> Tally: ...
 
     async def roll_back(self) -> tuple[str, str]:
-        """(result, message) of going back to the version before; the result is "applied" if it did."""
+        """Return to the version before; return (result, message), with "applied" on success."""
         ...
 
 
 class GatewayOnTrial:
-    """One gateway as the target of a trial."""
+    """A single gateway as the target of auto-rollback."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader
@@ -110,18 +111,28 @@ class GatewayOnTrial:
         return outcome.result, outcome.message
 
 
+class _Change(msgspec.Struct, frozen=True):
+    """The change under observation, with the counts when it was applied and the window before."""
+
+    applied_at: float
+    version: int
+    count: Tally
+    before: Tally
+
+
 class Trial:
-    """Looks once a second while auto_rollback is on. A change that it made itself is not judged."""
+    """Checks the last change once a second while auto-rollback is on. Rollbacks are not checked."""
 
     def __init__(self, target: TrialTarget, say: Callable[[str, bool], None]) -> None:
+        """`say` reports a line to the operator; its second argument is True for bad news."""
         self._target = target
-        self._say = say
-        self._past: deque[tuple[float, Tally]] = deque()
-        self._swapped: tuple[float, int, Tally, Tally] | None = None
+        self._report = say
+        self._counts: deque[tuple[float, Tally]] = deque()
+        self._change: _Change | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="judge changes")
+        self._task = asyncio.create_task(self._run(), name="auto-rollback")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -130,14 +141,15 @@ class Trial:
                 await self._task
 
     async def applied(self, trigger: str) -> None:
-        """A configuration was put in force: its window begins, unless it is one that went back."""
+        """Start the window of a change that has been applied, unless it is a rollback."""
         limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
-            self._swapped = None
+            self._change = None
             return
-        now, tally = monotonic(), await self._target.tally()
-        before = tally.since(next((each for at, each in self._past if at >= now - limits.window), tally))
-        self._swapped = now, self._target.version, tally, before
+        now, count = monotonic(), await self._target.tally()
+        window_start = now - limits.window
+        first = next((past for at, past in self._counts if at >= window_start), count)
+        self._change = _Change(now, self._target.version, count, count.since(first))
 
     async def _run(self) -> None:
         while True:
@@ -145,28 +157,34 @@ class Trial:
             try:
                 await self.look(monotonic())
             except Exception:
-                log.exception("judging a change failed")
+                log.exception("auto-rollback failed to check a change")
 
     async def look(self, now: float) -> bool:
-        """Remember the tally; go back if the window of the last change says so. Whether it tried to."""
+        """Record the current counts and revert the last change if it is a regression.
+
+        Returns whether a rollback was attempted.
+        """
         limits = self._target.limits
         if limits is None:
-            self._past.clear()
+            self._counts.clear()
             return False
-        tally = await self._target.tally()
-        self._past.append((now, tally))
-        while self._past[0][0] < now - limits.window:
-            self._past.popleft()
-        if self._swapped is None:
+        count = await self._target.tally()
+        self._counts.append((now, count))
+        while self._counts[0][0] < now - limits.window:
+            self._counts.popleft()
+        change = self._change
+        if change is None:
             return False
-        at, number, then, before = self._swapped
-        reason = worse(before, tally.since(then), limits) if self._target.version == number else None
+        reason = None
+        if self._target.version == change.version:
+            reason = worse(change.before, count.since(change.count), limits)
         if reason is None:
-            self._swapped = self._swapped if now - at < limits.window else None
+            if now - change.applied_at >= limits.window:
+                self._change = None
             return False
-        self._swapped = None
-        self._say(f"v{number} made things worse: {reason}. Going back.", True)
+        self._change = None
+        self._report(f"v{change.version} made things worse: {reason}. Rolling back.", True)
         result, message = await self._target.roll_back()
-        if result != "applied":  # nothing to go back to, or another change came first
-            self._say(f"v{number} was not taken back: {message}", True)
+        if result != "applied":  # there is no older version, or another change came first
+            self._report(f"v{change.version} was not rolled back: {message}", True)
         return True

@@ -1,6 +1,7 @@
-"""The versions that were in force: the last twenty, in memory, and in a folder if the operator gave one.
+"""The history of applied configurations: the last twenty, in memory and optionally on disk.
 
-Texts are kept as they were written: references, not what they led to. A text with a secret in it stays in memory.
+Texts are stored as written, with references instead of the secrets that they lead to. A text that
+contains a secret itself is not written to the folder.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ FILE_CAP_BYTES = 4 << 20
 
 
 class Version(msgspec.Struct, frozen=True):
-    """One configuration that was put in force.
+    """One configuration that has been applied.
 
-    number   counts up, a rollback included      at       when, Unix time in seconds
-    trigger  start, file, secret (one that it names), signal, command, admin, rollback or auto_rollback
-    file     name of the text's source           text     as written; None when it was not kept
-    changes  against the version before
+    number   counts up, also for a rollback
+    at       Unix time in seconds
+    trigger  start, file, secret (referenced by the text), signal, command, admin, rollback,
+             auto_rollback
+    file     name of the text's source
+    changes  differences from the version before
+    text     as written; None if it was not stored
     """
 
     number: int
@@ -40,54 +44,70 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def etag(self) -> str:
-        """What If-Match is compared with: of this version and no other, even of one with an equal text."""
+        """The ETag for If-Match. It differs between versions with equal texts."""
         return f'"{self.number}-{self.hash}"'
 
 
-def made(number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Change, ...]) -> Version:
-    """The version that `loaded` becomes."""
+def made(
+    number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Change, ...]
+) -> Version:
+    """Create the version for a loaded configuration."""
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
-    return Version(number, at, trigger, loaded.file, digest, changes, loaded.text.decode("utf-8-sig") or None)
+    text = loaded.text.decode("utf-8-sig") or None
+    return Version(number, at, trigger, loaded.file, digest, changes, text)
 
 
 class Versions:
-    """The last KEEP versions, oldest first. One writer, the Reloader."""
+    """The last KEEP versions, oldest first. Written by the Reloader only."""
 
-    def __init__(self, folder: Path | None, told: int | None = None) -> None:
-        """`told` is the number of what other workers have in force already, if they do, whatever the folder holds: what
-        it has with a higher one was in force in none of them."""
+    def __init__(self, folder: Path | None, current: int | None = None) -> None:
+        """`current` is the version that the other workers have in force; None in the first worker.
+
+        Stored versions with a higher number were never in force in the other workers and are
+        ignored.
+        """
         self._folder = folder
-        self.told = told
-        kept = [] if folder is None else _read_all(folder)
-        self._kept = [each for each in kept if told is None or each.number <= told]
+        self.told = current
+        stored = [] if folder is None else _read_all(folder)
+        self._versions = [
+            version for version in stored if current is None or version.number <= current
+        ]
 
     def all(self) -> tuple[Version, ...]:
-        return tuple(self._kept)
+        return tuple(self._versions)
 
     def find(self, number: int) -> Version | None:
-        return next((each for each in self._kept if each.number == number), None)
+        return next((version for version in self._versions if version.number == number), None)
 
     @property
     def next_number(self) -> int:
-        return self._kept[-1].number + 1 if self._kept else 1
+        return self._versions[-1].number + 1 if self._versions else 1
 
     def add(self, version: Version) -> None:
-        self._kept = [*(each for each in self._kept if each.number != version.number), version][-KEEP:]
+        """Append a version; it replaces one with the same number."""
+        others = [other for other in self._versions if other.number != version.number]
+        self._versions = [*others, version][-KEEP:]
 
     def write(self, version: Version, *, in_clear: bool) -> None:
-        """Into the folder, if there is one, whole or not at all; call it in a thread. Raises OSError."""
+        """Write the version to the folder, if there is one, atomically. Call it in a thread.
+
+        Raises OSError when it cannot be written.
+
+        in_clear  the text contains a secret, so it is left out
+        """
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = msgspec.structs.replace(version, text=None) if in_clear else version
+        stored = msgspec.structs.replace(version, text=None) if in_clear else version
         target = self._folder / _file_name(version.number)
-        fresh = target.with_suffix(".new")
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        temporary = target.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        handle = os.open(temporary, flags, 0o600)
         with open(handle, "wb") as file:
-            file.write(msgspec.json.encode(kept))
+            file.write(msgspec.json.encode(stored))
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(target)
+        temporary.replace(target)
         for old in sorted(self._folder.glob("v*.json"))[:-KEEP]:
             old.unlink()
 
@@ -97,11 +117,12 @@ def _file_name(number: int) -> str:
 
 
 def _read_all(folder: Path) -> list[Version]:
-    found = []
+    versions = []
     for path in sorted(folder.glob("v*.json"))[-KEEP:]:
         try:
             with path.open("rb") as file:
-                found.append(msgspec.json.decode(file.read(FILE_CAP_BYTES), type=Version))
+                content = file.read(FILE_CAP_BYTES)
+            versions.append(msgspec.json.decode(content, type=Version))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.warning("%s is no version of a configuration and is passed over: %s", path, error)
-    return sorted(found, key=lambda version: version.number)
+            log.warning("%s is no version of a configuration and is ignored: %s", path, error)
+    return sorted(versions, key=lambda version: version.number)

@@ -1,4 +1,4 @@
-"""One view among several gateways: what each has picked, booked, seen and charged, told to the others over a bus.
+"""State exchange between gateways: picks, bookings, health and charges, sent over a bus.
 
-A gateway that hears nobody decides by what it knows itself: no request ever waits for the bus.
+A gateway without contact to others decides by its own state: no request waits for the bus.
 """

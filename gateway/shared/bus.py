@@ -1,6 +1,9 @@
-"""Bus: how gateways of one fleet hear each other. What they say is view.py's; a bus moves sealed frames.
+"""The bus interface: how the gateways of one fleet exchange frames.
 
-A bus is advisory: frames may be lost or come late, and nobody waits for one. Each sender's frames come in their order.
+The messages in them are view.py's.
+
+Delivery is best-effort: frames may be lost or late, and no sender waits. The frames of one sender
+arrive in order.
 """
 
 from __future__ import annotations
@@ -12,25 +15,30 @@ from typing import Protocol
 import msgspec
 
 FRAME_CAP_BYTES = 256 << 10
-"""A longer frame is nobody's: dropped before it is looked at, and never sent."""
+"""Longer frames are never sent, and dropped unread when received."""
 
 BACKLOG_CAP_BYTES = 4 << 20
-"""What may wait to be sent; beyond it the oldest goes."""
+"""Frames that may wait to be sent; beyond it the oldest is dropped."""
 
 ID_BYTES = 8
 EVERYBODY = bytes(ID_BYTES)
 
 Deliver = Callable[[bytes, float], None]
-"""Takes a frame and its age in seconds, at once and without failing."""
+"""Receives a frame and its age in seconds. It must return at once and must not raise."""
 
 Drop = Callable[[str], None]
-"""Counts a frame that was given up, by reason."""
+"""Counts a dropped frame, by reason."""
 
 
 class BusState(msgspec.Struct, frozen=True):
-    """connected: frames come and go now. staleness_s: since when it could not have heard something, 0 while it can.
-    backlog_bytes: waiting to be sent. gaps: times that it came back and could not hear all that was said meanwhile.
-    problem: why it is not connected, in a sentence; "" while it is, or before the first attempt has failed."""
+    """The state of a bus at one moment.
+
+    connected      frames can be sent and received
+    staleness_s    seconds since frames could last be received; 0 while they can
+    backlog_bytes  waiting to be sent
+    gaps           reconnections after which some frames of the meantime were missing
+    problem        why it is not connected; "" while it is, or before the first attempt has failed
+    """
 
     connected: bool
     staleness_s: float
@@ -40,30 +48,36 @@ class BusState(msgspec.Struct, frozen=True):
 
 
 class Bus(Protocol):
-    """What moves frames between gateways. Own frames may come back: who sent one knows it."""
+    """Moves frames between gateways.
+
+    A gateway may receive its own frames and has to ignore them.
+    """
 
     async def start(self, me: bytes, deliver: Deliver) -> None:
-        """Begin to connect, and return at once. `me` is what frames for this gateway alone are addressed to."""
+        """Begin to connect, and return at once. `own_id` is the address of this gateway."""
         ...
 
     async def stop(self) -> None:
-        """What waits to be sent is sent if that takes no time, or given up."""
+        """Send what is waiting if that is possible at once, and disconnect."""
         ...
 
     def publish(self, frame: bytes, to: bytes = EVERYBODY) -> None:
-        """Hand over a frame; never blocks and never fails."""
+        """Queue a frame for one gateway, or for all. Never blocks and never raises."""
         ...
 
     def state(self, now: float) -> BusState: ...
 
 
 class Backlog:
-    """Frames that wait to be sent, at most BACKLOG_CAP_BYTES of them: the oldest goes first, and is counted."""
+    """Frames that wait to be sent, with a cap in bytes.
 
-    __slots__ = ("_cap_bytes", "_drop", "_frames", "bytes")
+    The oldest is dropped first, and counted.
+    """
 
-    def __init__(self, drop: Drop, cap_bytes: int = BACKLOG_CAP_BYTES) -> None:
-        self._drop = drop
+    __slots__ = ("_cap_bytes", "_count_drop", "_frames", "bytes")
+
+    def __init__(self, count_drop: Drop, cap_bytes: int = BACKLOG_CAP_BYTES) -> None:
+        self._count_drop = count_drop
         self._cap_bytes = cap_bytes
         self._frames: deque[tuple[bytes, bytes]] = deque()
         self.bytes = 0
@@ -73,16 +87,16 @@ class Backlog:
 
     def add(self, to: bytes, frame: bytes) -> None:
         if len(frame) > FRAME_CAP_BYTES:
-            self._drop("too_long")
+            self._count_drop("too_long")
             return
         self._frames.append((to, frame))
         self.bytes += len(frame)
         while self.bytes > self._cap_bytes:
             self.take()
-            self._drop("backlog")
+            self._count_drop("backlog")
 
     def take(self) -> tuple[bytes, bytes]:
-        """(to, frame) of the oldest."""
+        """Remove and return the oldest as (to, frame)."""
         to, frame = self._frames.popleft()
         self.bytes -= len(frame)
         return to, frame

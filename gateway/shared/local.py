@@ -1,7 +1,7 @@
-"""A bus between processes of one machine: a hub in one of them, a unix socket in a folder that nobody else may enter.
+"""A bus between processes of one machine, with a hub on a unix socket in a private folder.
 
-On the wire: length (4 bytes, little-endian), whom it is for (8), the frame. A connection begins with who it is (8),
-which the hub answers with an empty frame: from then on nothing is missed.
+On the wire: frame length (4 bytes, little-endian), recipient (8), frame. A connection begins with
+the client's id (8). The hub answers with an empty frame, after which the client misses no frame.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from pathlib import Path
 from struct import Struct
 from time import monotonic
 
-from gateway.shared.bus import BACKLOG_CAP_BYTES, EVERYBODY, FRAME_CAP_BYTES, ID_BYTES, Backlog, BusState, Deliver, Drop
+from gateway.shared.bus import (
+    BACKLOG_CAP_BYTES,
+    EVERYBODY,
+    FRAME_CAP_BYTES,
+    ID_BYTES,
+    Backlog,
+    BusState,
+    Deliver,
+    Drop,
+)
 
 log = logging.getLogger("penstock")
 
@@ -22,13 +31,13 @@ _HEAD = Struct(f"<I{ID_BYTES}s")
 
 
 class Hub:
-    """Passes on what each says to all others, or to whom it is for. Who does not keep up loses what is too much."""
+    """Forwards each frame to its recipient, or to all other clients. A slow client loses frames."""
 
-    def __init__(self, path: Path, drop: Drop) -> None:
+    def __init__(self, path: Path, count_drop: Drop) -> None:
         self._path = path
-        self._drop = drop
+        self._count_drop = count_drop
         self._server: asyncio.Server | None = None
-        self._lines: dict[bytes, asyncio.StreamWriter] = {}
+        self._clients: dict[bytes, asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
@@ -36,52 +45,52 @@ class Hub:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        for line in tuple(self._lines.values()):
-            line.transport.abort()
+        for writer in tuple(self._clients.values()):
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        who = b""
+        client = b""
         try:
-            who = await reader.readexactly(ID_BYTES)
-            self._lines[who] = writer
-            writer.write(_HEAD.pack(0, who))
+            client = await reader.readexactly(ID_BYTES)
+            self._clients[client] = writer
+            writer.write(_HEAD.pack(0, client))
             while True:
                 head = await reader.readexactly(_HEAD.size)
                 length, to = _HEAD.unpack(head)
                 if length > FRAME_CAP_BYTES:
-                    self._drop("too_long")
+                    self._count_drop("too_long")
                     break
-                self._pass_on(who, to, head + await reader.readexactly(length))
+                self._forward(client, to, head + await reader.readexactly(length))
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            if self._lines.get(who) is writer:
-                del self._lines[who]
+            if self._clients.get(client) is writer:
+                del self._clients[client]
             writer.transport.abort()
 
-    def _pass_on(self, who: bytes, to: bytes, told: bytes) -> None:
-        for name, line in self._lines.items():
-            if name == who or to not in (EVERYBODY, name):
+    def _forward(self, sender: bytes, to: bytes, data: bytes) -> None:
+        for client, writer in self._clients.items():
+            if client == sender or to not in (EVERYBODY, client):
                 continue
-            if line.transport.get_write_buffer_size() <= BACKLOG_CAP_BYTES:
-                line.write(told)
+            if writer.transport.get_write_buffer_size() <= BACKLOG_CAP_BYTES:
+                writer.write(data)
             else:
-                self._drop("slow")
+                self._count_drop("slow")
 
 
 class LocalBus:
-    """One process' line to the hub."""
+    """One process's connection to the hub."""
 
-    def __init__(self, path: Path, drop: Drop) -> None:
+    def __init__(self, path: Path, count_drop: Drop) -> None:
         self._path = path
-        self._backlog = Backlog(drop)
-        self._times = 0
+        self._backlog = Backlog(count_drop)
+        self._connects = 0
         self._task: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._lost_at: float | None = monotonic()
 
     async def start(self, me: bytes, deliver: Deliver) -> None:
-        self._task = asyncio.create_task(self._keep(me, deliver), name="hear the machine's others")
+        self._task = asyncio.create_task(self._run(me, deliver), name="local bus")
 
     async def stop(self) -> None:
         if self._writer is not None:
@@ -100,11 +109,11 @@ class LocalBus:
         lost_at, waiting = self._lost_at, self._backlog.bytes
         if self._writer is not None:
             waiting += self._writer.transport.get_write_buffer_size()
-        stale_s = 0.0 if lost_at is None else max(0.0, now - lost_at)
-        return BusState(lost_at is None, stale_s, waiting, max(0, self._times - 1))
+        staleness_s = 0.0 if lost_at is None else max(0.0, now - lost_at)
+        return BusState(lost_at is None, staleness_s, waiting, max(0, self._connects - 1))
 
     def _flush(self) -> None:
-        """As much as the socket may be asked to hold; the rest waits where the oldest can be dropped."""
+        """Write frames up to a cap; the rest stays in the backlog, which drops the oldest."""
         writer = self._writer
         while writer is not None and len(self._backlog):
             if writer.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:
@@ -112,7 +121,7 @@ class LocalBus:
             to, frame = self._backlog.take()
             writer.write(_HEAD.pack(len(frame), to) + frame)
 
-    async def _keep(self, me: bytes, deliver: Deliver) -> None:
+    async def _run(self, own_id: bytes, deliver: Deliver) -> None:
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._path)
@@ -120,14 +129,14 @@ class LocalBus:
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
-                writer.write(me)
+                writer.write(own_id)
                 await reader.readexactly(_HEAD.size)
                 self._writer, self._lost_at = writer, None
-                self._times += 1
+                self._connects += 1
                 self._flush()
                 await self._read(reader, deliver)
             except (OSError, asyncio.IncompleteReadError):
-                log.warning("shared view: the hub of this machine is gone; going on alone")
+                log.warning("shared state: lost the hub of this machine; continuing alone")
             finally:
                 self._writer, self._lost_at = None, monotonic()
                 writer.transport.abort()

@@ -1,4 +1,4 @@
-"""The youngest part of what a view was told, in order and as it was told: what a newcomer is warmed with."""
+"""The replay buffer: the newest messages about prompts, which warm up a new gateway."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ PART_BYTES = 96 << 10
 
 
 class Memory:
-    """Encoded messages, the oldest given up beyond `cap_bytes`. An index is what its prompts made of it, so repeating
-    the youngest of them makes the same one: engines remember no more than their KV memory holds either."""
+    """Encoded messages up to `cap_bytes`, the oldest dropped first.
+
+    Replaying the messages rebuilds the prefix index. The newest ones suffice, because engines hold
+    no more than fits into their KV memory either.
+    """
 
     __slots__ = ("_bodies", "_cap_bytes", "bytes")
 
@@ -26,12 +29,12 @@ class Memory:
             self.bytes -= len(self._bodies.popleft())
 
     def all(self) -> tuple[bytes, ...]:
-        """As it is now, oldest first."""
+        """Return the current messages, oldest first."""
         return tuple(self._bodies)
 
 
 def in_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Some at a time."""
+    """Group the messages into parts of about PART_BYTES; always yields at least one part."""
     part: list[bytes] = []
     size = 0
     for body in bodies:

@@ -1,6 +1,6 @@
-"""What this gateway has to tell the others, as it happens: lists that a request's path appends to, and nothing more.
+"""Updates for the other gateways: the path of a request only appends to these lists.
 
-Encoding and sending come later and elsewhere (view.py, pump.py).
+Encoding and sending happen later (view.py, sync_loop.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from policies.model import Endpoint
 
 
 class News:
-    """Gathered between two flushes. Without a shared view there is none of it: one test for None per event.
+    """The updates between two flushes. Without shared state there is no such object.
 
-    prompts    (fingerprint, endpoint, prompt tokens, kept): kept is None for a pick, else what is held at most
-    confirmed  (endpoint, share believed, share found)
-    moved      (endpoint, state, cause) of endpoints whose health changed
-    charged    (pool, tenant) -> tokens
-    taken      tenant -> requests and tokens taken from its quota
-    named      what all gateways call a session
+    prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
+                    for a
+                    pick; else the prompt was not computed, and at most so many of its tokens are
+                    cached
+    cache_reports   (endpoint, believed cached share, reported share)
+    health_changes  (endpoint, state, cause)
+    charges         (pool, tenant) -> tokens
+    quota_use       tenant -> requests and tokens taken from its quota
+    session_digest  maps a session to the number that all gateways use for it
     """
 
     __slots__ = ("charged", "confirmed", "moved", "named", "prompts", "taken")
 
-    def __init__(self, named: Callable[[str], int]) -> None:
-        self.named = named
+    def __init__(self, session_digest: Callable[[str], int]) -> None:
+        self.named = session_digest
         self.prompts: list[tuple[Fingerprint, Endpoint, int, int | None]] = []
         self.confirmed: list[tuple[Endpoint, float, float]] = []
         self.moved: list[tuple[Endpoint, str, str]] = []

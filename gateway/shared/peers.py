@@ -1,15 +1,20 @@
-"""Who else is there: the other gateways as far as they were heard lately, and who tells a newcomer what it missed."""
+"""The other gateways that have been heard of recently, and which of them warms up a new one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 GONE_S = 2.0
-"""Who has said nothing for so long is gone, and holds nothing any more."""
+"""A gateway that has sent nothing for so long is considered gone, with all its bookings."""
 
 
 class Peer:
-    """Another gateway. `born_at`: on our clock; `shares`: endpoints where it holds something."""
+    """Another gateway.
+
+    last_seen_at  when its last message arrived
+    started_at    its start, on this gateway's clock
+    shares        digests of the endpoints where it has bookings
+    """
 
     __slots__ = ("born_at", "heard_at", "shares", "warm")
 
@@ -20,7 +25,7 @@ class Peer:
 
 
 class Peers:
-    """The living, by id. One owner, the View."""
+    """The known gateways by id. Owned by the PeerView."""
 
     __slots__ = ("_by_id",)
 
@@ -34,23 +39,33 @@ class Peers:
     def anybody_warm(self) -> bool:
         return any(peer.warm for peer in self._by_id.values())
 
-    def heard(self, who: bytes, uptime_s: float, *, warm: bool, now: float) -> Peer:
-        peer = self._by_id.get(who)
+    def heard(self, peer_id: bytes, uptime_s: float, *, warm: bool, now: float) -> Peer:
+        """Add or update a gateway that has sent its state."""
+        peer = self._by_id.get(peer_id)
         if peer is None:
-            peer = self._by_id[who] = Peer(now)
+            peer = self._by_id[peer_id] = Peer(now)
         peer.heard_at, peer.born_at, peer.warm = now, now - uptime_s, warm
         return peer
 
-    def gone(self, who: bytes) -> Peer | None:
-        """It said goodbye, or nothing for too long."""
-        return self._by_id.pop(who, None)
+    def gone(self, peer_id: bytes) -> Peer | None:
+        """Remove a gateway that has stopped or expired; None if it is not known."""
+        return self._by_id.pop(peer_id, None)
 
     def silent(self, now: float) -> Iterator[bytes]:
-        """Who is to be taken for gone."""
-        yield from [who for who, peer in self._by_id.items() if now - peer.heard_at > GONE_S]
+        """Yield the ids of the gateways that have sent nothing for GONE_S."""
+        peers = self._by_id.items()
+        yield from [peer_id for peer_id, peer in peers if now - peer.heard_at > GONE_S]
 
-    def answers(self, me: bytes, born_at: float, newcomer: bytes, attempt: int) -> bool:
-        """Whether it is on us to tell a newcomer: on whoever lives longest and, if that one did not, on the next."""
-        able = [(peer.born_at, who) for who, peer in self._by_id.items() if peer.warm and who != newcomer]
-        ranks = sorted([*able, (born_at, me)])
-        return ranks[attempt % len(ranks)][1] == me
+    def answers(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
+        """Return whether this gateway has to warm up the newcomer.
+
+        That is the task of the gateway with the earliest start. If the newcomer asks again, because
+        no answer came, it is that of the next one.
+        """
+        warm = [
+            (peer.born_at, peer_id)
+            for peer_id, peer in self._by_id.items()
+            if peer.warm and peer_id != newcomer
+        ]
+        ranks = sorted([*warm, (started_at, own_id)])
+        return ranks[attempt % len(ranks)][1] == own_id

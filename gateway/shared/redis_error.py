@@ -1,19 +1,40 @@
-"""What is wrong with Redis, in a sentence without secrets. Light to import: doctor uses it too."""
+"""Descriptions of Redis errors without secrets.
+
+Imports no Redis client, because doctor uses it too.
+"""
 
 from __future__ import annotations
 
 import ssl
 
 CLASSES: tuple[tuple[str, str], ...] = (
-    ("WRONGPASS", "it refuses the user or the password (shared.redis.username, shared.redis.password)"),
-    ("invalid username-password pair", "it refuses the user or the password (shared.redis.username and password)"),
+    (
+        "WRONGPASS",
+        "it refuses the user or the password (shared.redis.username, shared.redis.password)",
+    ),
+    (
+        "invalid username-password pair",
+        "it refuses the user or the password (shared.redis.username and password)",
+    ),
     ("invalid password", "it refuses the password (shared.redis.password)"),
-    ("without any password configured", "a password is configured here and none in Redis (shared.redis.password)"),
+    (
+        "without any password configured",
+        "a password is configured here and none in Redis (shared.redis.password)",
+    ),
     ("NOAUTH", "it wants a password and none is configured (shared.redis.password)"),
     ("already authenticated", "it wants a password and none is configured (shared.redis.password)"),
-    ("Authentication required", "it wants a password and none is configured (shared.redis.password)"),
-    ("NOPERM", "its user may not run a command that is needed (ACL: +xadd +xread +xrange +xrevrange +time)"),
-    ("no permissions", "its user may not run a command that is needed (ACL: +xadd +xread +xrange +xrevrange +time)"),
+    (
+        "Authentication required",
+        "it wants a password and none is configured (shared.redis.password)",
+    ),
+    (
+        "NOPERM",
+        "its user lacks a required permission (ACL: +xadd +xread +xrange +xrevrange +time)",
+    ),
+    (
+        "no permissions",
+        "its user lacks a required permission (ACL: +xadd +xread +xrange +xrevrange +time)",
+    ),
     ("MISCONF", "it takes no writes: it cannot save to disk (MISCONF)"),
     ("can't write against a read only", "it is a replica and takes no writes"),
     ("READONLY", "it is a replica and takes no writes"),
@@ -24,7 +45,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 
 def describe_redis_error(error: BaseException) -> str:
-    """The cause in words, then the kind of error. Nothing that was sent to Redis is repeated."""
+    """Describe the cause of an error, without any text that was sent to Redis."""
     text = str(error)
     for part, meaning in CLASSES:
         if part.lower() in text.lower():

@@ -1,8 +1,8 @@
-"""Sealing: a frame is from a gateway of this fleet, as it was sent, and was not heard before.
+"""Frame authentication: a frame is from this fleet, unmodified, and no replay.
 
-One secret makes three keys: for the frames' authentication (keyed BLAKE2b), for prompts' fingerprints, which therefore
-agree between gateways, and for digests of names, which therefore do not travel in clear. Nothing is encrypted: use TLS
-where others may listen.
+One secret yields three keys: for the authentication of frames (keyed BLAKE2b), for prompt
+fingerprints, so that all gateways compute the same ones, and for digests of names, so that names
+are not sent in clear text. Frames are not encrypted: use TLS where others may read them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 
 
 class Refused(Exception):
-    """A frame that nobody of the fleet sent to us now. `reason`: too_long, foreign, forged, replayed."""
+    """A frame that is rejected. `reason`: too_long, foreign, forged, replayed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -29,24 +29,30 @@ class Refused(Exception):
 
 
 class Seal:
-    """Seals what `me` says and opens what others said. `fingerprint_secret` is the same for all who share `secret`."""
+    """Seals outgoing frames and verifies incoming ones.
+
+    fingerprint_secret  equal in all gateways with the same `secret`
+    """
 
     def __init__(self, secret: bytes, me: bytes) -> None:
         self.me = me
         self.fingerprint_secret = _key(secret, b"ps-fingerprint")
-        self._frames = _key(secret, b"ps-frames")
-        self._names = _key(secret, b"ps-names")
+        self._frame_key = _key(secret, b"ps-frames")
+        self._name_key = _key(secret, b"ps-names")
         self._count = 0
-        self._heard: dict[tuple[bytes, bool], int] = {}
+        self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def close(self, body: bytes, to: bytes = EVERYBODY) -> bytes:
-        """The frame that carries `body`."""
+        """Return the sealed frame for `body`."""
         self._count += 1
-        told = _HEAD.pack(MAGIC, self.me, to, self._count) + body
-        return told + self._tag(told)
+        data = _HEAD.pack(MAGIC, self.me, to, self._count) + body
+        return data + self._tag(data)
 
     def open(self, frame: bytes) -> tuple[bytes, memoryview] | None:
-        """(sender, body); None for what we said ourselves or what is for another. Raises Refused."""
+        """Verify a frame and return (sender, body); None for own frames and for other recipients.
+
+        Raises FrameRejected when the verification fails.
+        """
         if len(frame) > FRAME_CAP_BYTES:
             raise Refused("too_long")
         if len(frame) < _HEAD.size + TAG_BYTES or frame[:4] != MAGIC:
@@ -54,28 +60,30 @@ class Seal:
         _, sender, to, count = _HEAD.unpack_from(frame)
         if sender == self.me or to not in (EVERYBODY, self.me):
             return None
-        told = memoryview(frame)[:-TAG_BYTES]
-        if not hmac.compare_digest(self._tag(told), frame[-TAG_BYTES:]):
+        data = memoryview(frame)[:-TAG_BYTES]
+        if not hmac.compare_digest(self._tag(data), frame[-TAG_BYTES:]):
             raise Refused("forged")
-        self._is_new((sender, to == EVERYBODY), count)
-        return sender, told[_HEAD.size :]
+        self._check_replay((sender, to == EVERYBODY), count)
+        return sender, data[_HEAD.size :]
 
-    def _is_new(self, line: tuple[bytes, bool], count: int) -> None:
-        """What a sender says to all and what it says to us are two lines, each in order."""
-        if count <= self._heard.get(line, 0):
+    def _check_replay(self, stream: tuple[bytes, bool], count: int) -> None:
+        """Raise unless the count grows. A sender's broadcasts and direct frames are two streams."""
+        if count <= self._last_counts.get(stream, 0):
             raise Refused("replayed")
-        self._heard.pop(line, None)  # whoever spoke last is forgotten last
-        self._heard[line] = count
-        if len(self._heard) > SENDERS_REMEMBERED:
-            del self._heard[next(iter(self._heard))]
+        # Re-insert at the end, so that the stream that was idle longest is dropped first.
+        self._last_counts.pop(stream, None)
+        self._last_counts[stream] = count
+        if len(self._last_counts) > SENDERS_REMEMBERED:
+            del self._last_counts[next(iter(self._last_counts))]
 
-    def _tag(self, told: bytes | memoryview) -> bytes:
-        return hashlib.blake2b(told, key=self._frames, digest_size=TAG_BYTES).digest()
+    def _tag(self, data: bytes | memoryview) -> bytes:
+        return hashlib.blake2b(data, key=self._frame_key, digest_size=TAG_BYTES).digest()
 
     def digest(self, name: str) -> int:
-        """64 bits that stand for a name among those who share the secret."""
-        made = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=self._names, digest_size=8)
-        return int.from_bytes(made.digest(), "little")
+        """Return the 64-bit number for a name, equal in all gateways with the same secret."""
+        encoded = name.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(encoded, key=self._name_key, digest_size=8)
+        return int.from_bytes(digest.digest(), "little")
 
 
 def _key(secret: bytes, use: bytes) -> bytes:

@@ -1,6 +1,7 @@
-"""What tenants and sessions use of the fleet: our part in words for the others, and theirs taken into account.
+"""Sync of tenants' and sessions' use: sends this gateway's part to the others and applies theirs.
 
-Fair shares, quotas, and the sessions whose contexts fill the engines. Sans-IO; not here: the arithmetic (policies/).
+Covers fair shares, quotas, and the sessions whose contexts fill the engines. Sans-IO; the
+arithmetic is in policies/.
 """
 
 from __future__ import annotations
@@ -16,86 +17,92 @@ from gateway.shared.news import News
 from policies.sessions import Member
 
 MOST_ROWS = 1000
-"""Of one message."""
+"""Rows of one message at most."""
 
 T = TypeVar("T")
 
 
 class Use:
-    """Tenants, pools and sessions are named by `digest`."""
+    """Converts use to messages and back. Tenants, pools and sessions are named by `digest`."""
 
-    def __init__(self, gate: Gate, news: News, digest: Callable[[str], int]) -> None:
-        self._gate = gate
-        self._news = news
+    def __init__(self, gate: Gate, updates: News, digest: Callable[[str], int]) -> None:
+        self._admission = gate
+        self._updates = updates
         self._digest = digest
         self._tenants: dict[int, str] = {}
 
     def know(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these are configured."""
-        self._tenants = {self._digest(each.name): each.name for each in tenants}
+        """Set the configured tenants."""
+        self._tenants = {self._digest(tenant.name): tenant.name for tenant in tenants}
 
-    # Telling
+    # Outgoing
 
     def tell(self, now: float) -> Iterator[words.Charged | words.Taken | words.Inside]:
-        """What was used since this was last asked."""
-        digest, news = self._digest, self._news
-        charged, news.charged = news.charged, {}
-        for rows in some((digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charged.items()):
+        """Yield the use since the last call."""
+        digest, updates = self._digest, self._updates
+        charges, updates.charged = updates.charged, {}
+        for rows in some(
+            (digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charges.items()
+        ):
             yield words.Charged(rows)
-        taken, news.taken = news.taken, {}
-        quotas = self._gate.quotas.by_tenant
-        for taking in some(
+        taken, updates.taken = updates.taken, {}
+        quotas = self._admission.quotas.by_tenant
+        for quota_rows in some(
             (digest(tenant), quotas[tenant].spent(requests, tokens, now))
             for tenant, (requests, tokens) in taken.items()
             if tenant in quotas and (requests or tokens)
         ):
-            yield words.Taken(taking)
-        for room in self._gate.rooms():
-            if room.sessions is not None:
-                yield from self._inside(room.name, room.sessions.untold(now))
+            yield words.Taken(quota_rows)
+        for queue in self._admission.rooms():
+            if queue.sessions is not None:
+                yield from self._session_messages(queue.name, queue.sessions.untold(now))
 
     def everybody(self, now: float) -> Iterator[words.Inside]:
-        """All sessions that are in, at whichever gateway: for one who knows of none."""
-        for room in self._gate.rooms():
-            if room.sessions is not None:
-                yield from self._inside(room.name, room.sessions.members(now))
+        """Yield all active sessions of all gateways, for a gateway that has just started."""
+        for queue in self._admission.rooms():
+            if queue.sessions is not None:
+                yield from self._session_messages(queue.name, queue.sessions.members(now))
 
     def forget(self) -> None:
-        """Nobody can hear. What tenants took will have filled up again when somebody can; sessions wait to be told."""
-        self._news.charged.clear()
-        self._news.taken.clear()
+        """Discard charges and quota use while the bus is disconnected; sessions are sent later.
 
-    def _inside(self, pool: str, members: Iterable[Member]) -> Iterator[words.Inside]:
+        By the time of a reconnect the quotas have filled up again.
+        """
+        self._updates.charged.clear()
+        self._updates.taken.clear()
+
+    def _session_messages(self, pool: str, members: Iterable[Member]) -> Iterator[words.Inside]:
         for part in some(members):
             yield words.Inside(self._digest(pool), part)
 
-    # Hearing
+    # Incoming
 
     def charged(self, message: words.Charged) -> None:
-        """Other gateways worked for these tenants."""
-        rooms = {self._digest(room.name): room for room in self._gate.rooms()}
+        """Charge tenants for work that other gateways have done for them."""
+        queues = {self._digest(queue.name): queue for queue in self._admission.rooms()}
         for pool, tenant, tokens in message.tenants:
-            room, name = rooms.get(pool), self._tenants.get(tenant)
-            if room is not None and name is not None:
-                room.charged_elsewhere(name, tokens)
+            queue, name = queues.get(pool), self._tenants.get(tenant)
+            if queue is not None and name is not None:
+                queue.charged_elsewhere(name, tokens)
 
     def taken(self, message: words.Taken, now: float) -> None:
-        """These tenants took something of their quotas at another gateway."""
+        """Deduct the quota that tenants have used at another gateway."""
         for tenant, spent in message.tenants:
             name = self._tenants.get(tenant, "")
-            quota = self._gate.quotas.by_tenant.get(name)
+            quota = self._admission.quotas.by_tenant.get(name)
             if quota is not None:
-                quota.elsewhere(spent, quota.spent(*self._news.taken.get(name, (0, 0)), now))
+                own = self._updates.taken.get(name, (0, 0))
+                quota.elsewhere(spent, quota.spent(*own, now))
 
     def inside(self, message: words.Inside, age_s: float, now: float) -> None:
-        """These sessions were served at another gateway."""
-        for room in self._gate.rooms():
-            if room.sessions is not None and self._digest(room.name) == message.pool:
-                room.sessions.elsewhere(message.members, age_s, now)
+        """Count sessions that were served at another gateway."""
+        for queue in self._admission.rooms():
+            if queue.sessions is not None and self._digest(queue.name) == message.pool:
+                queue.sessions.elsewhere(message.members, age_s, now)
 
 
 def some(rows: Iterable[T]) -> Iterator[list[T]]:
-    """MOST_ROWS at a time."""
-    left = iter(rows)
-    while part := list(islice(left, MOST_ROWS)):
+    """Yield the rows in lists of at most MOST_ROWS."""
+    iterator = iter(rows)
+    while part := list(islice(iterator, MOST_ROWS)):
         yield part

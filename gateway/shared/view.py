@@ -1,6 +1,7 @@
-"""View: what this gateway tells the others, and what it makes of what they tell. Sans-IO: frames in, frames out.
+"""The peer view: what this gateway sends to the others, and how it applies their messages.
 
-Not here: what moves frames (bus.py) and when (pump.py), how they are sealed (seal.py).
+Sans-IO: frames in, frames out. Not here: the bus (bus.py), when frames move (sync_loop.py), and how
+they are authenticated (frame_auth.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from policies.model import Endpoint
 from policies.rungs import packed, unpacked
 
 Frame = tuple[bytes, bytes]
-"""(whom it is for, the sealed bytes)"""
+"""(recipient, sealed bytes)"""
 
 HEARTBEAT_S = 0.5
 BODY_BYTES = 32 << 10
@@ -41,11 +42,22 @@ OUT = frozenset({State.EJECTED, State.DEAD})
 
 
 class View:
-    """One gateway's part of the shared view. `news` is what its request path appends to; `suspect` is called with an
-    endpoint that another gateway found broken, which is evidence and no verdict; `tenants` are those configured now."""
+    """One gateway's part of the shared state.
+
+    updates     the path of a request appends to it
+    on_suspect  called with an endpoint that another gateway ejected: a reason to probe it, no more
+    tenants     returns the configured tenants
+    newcomers   ids of gateways that this one has to warm up
+    """
 
     def __init__(
-        self, seal: Seal, endpoints: EndpointTable, gate: Gate, metrics: Metrics, block_bytes: int, memory_bytes: int
+        self,
+        seal: Seal,
+        endpoints: EndpointTable,
+        gate: Gate,
+        metrics: Metrics,
+        block_bytes: int,
+        memory_bytes: int,
     ) -> None:
         self.news = News(lru_cache(NAMES_KEPT)(seal.digest))
         self.me = seal.me
@@ -54,39 +66,41 @@ class View:
         self.peers = Peers()
         self.askers: list[bytes] = []
         self.memory = Memory(memory_bytes)
-        self._seal = seal
+        self._auth = seal
         self._endpoints = endpoints
-        self._gate = gate
+        self._admission = gate
         self._use = Use(gate, self.news, self.news.named)
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._digests: dict[tuple[str, str], int] = {}
         self._live: dict[int, LiveEndpoint] = {}
-        self._told: dict[int, Share] = {}
-        self._told_at = float("-inf")
+        self._sent_shares: dict[int, Share] = {}
+        self._sent_at = float("-inf")
 
     def begin(self, now: float) -> None:
-        """From now on."""
+        """Start the warm-up. Call it once, before all other methods."""
         self.warming = Warming(now)
-        self._born_at = now
+        self._started_at = now
 
-    # Telling
+    # Outgoing
 
     def flush(self, now: float, *, connected: bool) -> list[Frame]:
-        """What there is to tell. What only holds for a moment is told only if somebody can hear it."""
-        frames = self._tell_prompts()
+        """Return the frames to send. While the bus is disconnected, only prompts are queued."""
+        frames = self._prompt_frames()
         if not connected:
             self._use.forget()
             del self.news.confirmed[:-MOST_ROWS], self.news.moved[:-MOST_ROWS]
             return frames
-        frames += self._tell_rest()
+        frames += self._report_frames()
         frames += map(self._frame, self._use.tell(now))
-        if self._told_at + HEARTBEAT_S <= now:
-            self._know()
+        is_due = self._sent_at + HEARTBEAT_S <= now
+        if is_due:
+            self._update_names()
         shares = self._shares()
-        if shares != self._told or self._told_at + HEARTBEAT_S <= now:
-            self._told, self._told_at = shares, now
-            loads = words.Loads(now - self._born_at, self.warming.warm, list(shares.items()))
+        if shares != self._sent_shares or is_due:
+            self._sent_shares, self._sent_at = shares, now
+            uptime_s = now - self._started_at
+            loads = words.Loads(uptime_s, self.warming.warm, list(shares.items()))
             frames.append(self._frame(loads))
         attempt = self.warming.ask(now, alone=not self.peers.anybody_warm)
         if attempt is not None:
@@ -96,69 +110,82 @@ class View:
     def bye(self) -> Frame:
         return self._frame(words.Bye())
 
-    def parts(self, asker: bytes, now: float) -> Iterator[Frame]:
-        """What a newcomer is told: a snapshot of what is remembered when this is first asked for."""
+    def parts(self, newcomer: bytes, now: float) -> Iterator[Frame]:
+        """Yield the frames that warm up another gateway: the stored state as of the first step."""
         bodies = chain(self.memory.all(), map(words.encode, self._use.everybody(now)))
         for number, part in enumerate(in_parts(bodies)):
-            yield self._frame(words.Part(number, last=False, said=part), asker)
-        yield self._frame(words.Part(number + 1, last=True, said=[]), asker)
+            yield self._frame(words.Part(number, last=False, said=part), newcomer)
+        yield self._frame(words.Part(number + 1, last=True, said=[]), newcomer)
 
-    def _tell_prompts(self) -> list[Frame]:
+    def _prompt_frames(self) -> list[Frame]:
         prompts, self.news.prompts = self.news.prompts, []
         if prompts and not self.warming.warm:
-            self._metrics.blind_picks_total.inc(sum(kept is None for _, _, _, kept in prompts))
+            picks = sum(cached_tokens is None for _, _, _, cached_tokens in prompts)
+            self._metrics.blind_picks_total.inc(picks)
         frames: list[Frame] = []
         rows: list[words.Prompt] = []
         size = 0
-        for fingerprint, endpoint, prompt_tokens, kept in prompts:
+        for fingerprint, endpoint, prompt_tokens, cached_tokens in prompts:
             if not fingerprint.keys:
                 continue
             keys = packed(fingerprint.rungs)
             blocks, n_bytes = len(fingerprint.keys), fingerprint.n_bytes
-            rows.append(words.Prompt(self._digest(endpoint), blocks, n_bytes, prompt_tokens, keys, kept))
+            digest = self._digest(endpoint)
+            row = words.Prompt(digest, blocks, n_bytes, prompt_tokens, keys, cached_tokens)
+            rows.append(row)
             size += len(keys) + 32
             if size > BODY_BYTES:
-                frames.append(self._picks(rows))
+                frames.append(self._picks_frame(rows))
                 rows, size = [], 0
         if rows:
-            frames.append(self._picks(rows))
+            frames.append(self._picks_frame(rows))
         return frames
 
-    def _picks(self, rows: list[words.Prompt]) -> Frame:
+    def _picks_frame(self, rows: list[words.Prompt]) -> Frame:
         body = words.encode(words.Picks(self._block_bytes, rows))
         self.memory.keep(body)
         self._count("picks", "out")
-        return EVERYBODY, self._seal.close(body)
+        return EVERYBODY, self._auth.close(body)
 
-    def _tell_rest(self) -> list[Frame]:
-        news, frames = self.news, []
-        if news.confirmed:
-            answers = ((self._digest(endpoint), believed, found) for endpoint, believed, found in news.confirmed)
+    def _report_frames(self) -> list[Frame]:
+        updates, frames = self.news, []
+        if updates.confirmed:
+            answers = (
+                (self._digest(endpoint), believed, actual)
+                for endpoint, believed, actual in updates.confirmed
+            )
             frames += [self._frame(words.Confirmed(part)) for part in some(answers)]
-            news.confirmed = []
-        if news.moved:
-            told = [(self._digest(endpoint), state, cause) for endpoint, state, cause in news.moved]
-            frames.append(self._frame(words.Moved(told[-MOST_ROWS:])))
-            for named, state, _ in told:
+            updates.confirmed = []
+        if updates.moved:
+            rows = [
+                (self._digest(endpoint), state, cause) for endpoint, state, cause in updates.moved
+            ]
+            frames.append(self._frame(words.Moved(rows[-MOST_ROWS:])))
+            for digest, state, _ in rows:
                 if state in OUT:
-                    self.memory.keep(words.encode(words.Forgotten(named)))
-            news.moved = []
+                    self.memory.keep(words.encode(words.Forgotten(digest)))
+            updates.moved = []
         return frames
 
     def _shares(self) -> dict[int, Share]:
-        found = {named: own(live.load) for named, live in self._live.items() if live.load.in_flight}
-        return {named: share for named, share in found.items() if share != NOTHING}
+        shares = {
+            digest: own(live.load) for digest, live in self._live.items() if live.load.in_flight
+        }
+        return {digest: share for digest, share in shares.items() if share != NOTHING}
 
     def _frame(self, message: words.Message, to: bytes = EVERYBODY) -> Frame:
         self._count(words.kind(message), "out")
-        return to, self._seal.close(words.encode(message), to)
+        return to, self._auth.close(words.encode(message), to)
 
-    # Hearing
+    # Incoming
 
     def open(self, frame: bytes) -> tuple[bytes, bytes, words.Message] | None:
-        """(sender, body, message), or None for what is not for us, or from nobody of ours: that is counted."""
+        """Return (sender, body, message); None for own frames, those for others, and invalid ones.
+
+        Invalid frames are counted.
+        """
         try:
-            opened = self._seal.open(frame)
+            opened = self._auth.open(frame)
             if opened is None:
                 return None
             sender, body = opened
@@ -173,7 +200,7 @@ class View:
         return sender, bytes(body), message
 
     def take(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
-        """Make something of a frame, in steps of some tens of microseconds: the caller's loop may turn in between."""
+        """Apply a frame in short steps, between which the caller may yield to the loop."""
         opened = self.open(frame)
         if opened is None:
             return
@@ -184,23 +211,24 @@ class View:
             else:
                 self.warming.hold(body, age_s, now)
         elif isinstance(message, words.Part):
-            yield from self._told_part(message, now)
+            yield from self._apply_part(message, now)
         elif isinstance(message, words.Inside):
             self._use.inside(message, age_s, now)
         elif age_s > LATE_S:
-            if self.warming.warm:  # a newcomer reads what was said before it came
+            # A new gateway also receives frames from before its start; those are not counted.
+            if self.warming.warm:
                 self.drop("late")
         else:
-            self._heed(sender, message, now)
+            self._apply(sender, message, now)
 
-    def _heed(self, sender: bytes, message: words.Message, now: float) -> None:
-        """What holds for a moment."""
+    def _apply(self, sender: bytes, message: words.Message, now: float) -> None:
+        """Apply a message about the current moment, which is useless when it is late."""
         match message:
             case words.Loads():
-                self._loads(sender, message, now)
+                self._apply_loads(sender, message, now)
             case words.Moved(endpoints):
-                broken = [self._live.get(named) for named, state, _ in endpoints if state in OUT]
-                for live in broken:
+                ejected = [self._live.get(digest) for digest, state, _ in endpoints if state in OUT]
+                for live in ejected:
                     if live is not None and live.load.available:
                         self.suspect(live)
             case words.Charged():
@@ -208,29 +236,33 @@ class View:
             case words.Taken():
                 self._use.taken(message, now)
             case words.Hello(attempt):
-                self._told_at = float("-inf")  # it wants to know who is there
-                if self.warming.warm and self.peers.answers(self._seal.me, self._born_at, sender, attempt):
+                self._sent_at = float(
+                    "-inf"
+                )  # send a heartbeat, so that the newcomer knows its peers
+                if self.warming.warm and self.peers.answers(
+                    self._auth.me, self._started_at, sender, attempt
+                ):
                     self.askers.append(sender)
             case words.Bye():
-                self._gone(sender, now)
+                self._remove_peer(sender, now)
             case _:
                 self.drop("malformed")
 
-    def _told_part(self, part: words.Part, now: float) -> Iterator[None]:
+    def _apply_part(self, part: words.Part, now: float) -> Iterator[None]:
         if self.warming.state is Warmth.WARM:
             return
         for body in part.said:
-            yield from self._repeat(body, now)
+            yield from self._replay(body, now)
         self.warming.part(len(part.said), last=part.last, now=now)
 
     def settle(self, now: float) -> Iterator[None]:
-        """Become warm if it is time: take what was said while we were told of the past."""
-        held = self.warming.finished(now)
-        if held is not None:
-            for body in held:
-                yield from self._repeat(body, now)
+        """Finish the warm-up if it is over: apply the messages that were buffered meanwhile."""
+        bodies = self.warming.finished(now)
+        if bodies is not None:
+            for body in bodies:
+                yield from self._replay(body, now)
 
-    def _repeat(self, body: bytes, now: float) -> Iterator[None]:
+    def _replay(self, body: bytes, now: float) -> Iterator[None]:
         try:
             message = words.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -244,16 +276,18 @@ class View:
         else:
             self.drop("malformed")
 
-    def _learn(self, body: bytes, message: words.Picks | words.Confirmed | words.Forgotten) -> Iterator[None]:
+    def _learn(
+        self, body: bytes, message: words.Picks | words.Confirmed | words.Forgotten
+    ) -> Iterator[None]:
         index = self._endpoints.prefixes.index
         if isinstance(message, words.Confirmed):
-            for named, believed, found in message.answers:
-                live = self._known(named)
+            for digest, believed, actual in message.answers:
+                live = self._current(digest)
                 if live is not None:
-                    index.confirm(live.load.slot, believed, found)
+                    index.confirm(live.load.slot, believed, actual)
         elif isinstance(message, words.Forgotten):
             self.memory.keep(body)
-            live = self._known(message.endpoint)
+            live = self._current(message.endpoint)
             if live is not None:
                 index.forget(live.load.slot)
         elif message.block_bytes != self._block_bytes:
@@ -265,7 +299,7 @@ class View:
                 yield
 
     def _learn_prompt(self, prompt: words.Prompt) -> None:
-        live = self._known(prompt.endpoint)
+        live = self._current(prompt.endpoint)
         if live is None:
             self.drop("unknown_endpoint")
             return
@@ -277,52 +311,55 @@ class View:
         tokens_per_block = prompt.prompt_tokens * self._block_bytes / prompt.n_bytes
         self._endpoints.learn_elsewhere(keys, live.load, tokens_per_block, prompt.kept)
 
-    def _loads(self, sender: bytes, loads: words.Loads, now: float) -> None:
+    def _apply_loads(self, sender: bytes, loads: words.Loads, now: float) -> None:
         peer = self.peers.heard(sender, loads.uptime_s, warm=loads.warm, now=now)
         shares = dict(loads.shares)
-        changed = [
-            foreign(live.load, sender, shares.get(named), now)
-            for named in peer.shares | shares.keys()
-            if (live := self._live.get(named)) is not None
+        changes = [
+            foreign(live.load, sender, shares.get(digest), now)
+            for digest in peer.shares | shares.keys()
+            if (live := self._live.get(digest)) is not None
         ]
         peer.shares = frozenset(shares)
-        if any(changed):
-            self._gate.refresh()
+        if any(changes):
+            self._admission.refresh()
 
-    # Time
+    # Upkeep
 
     def sweep(self, now: float) -> None:
-        """Let go of what those held who are gone."""
+        """Remove the gateways that have sent nothing for GONE_S, and their bookings."""
         for sender in self.peers.silent(now):
-            self._gone(sender, now)
+            self._remove_peer(sender, now)
 
-    def _gone(self, sender: bytes, now: float) -> None:
+    def _remove_peer(self, sender: bytes, now: float) -> None:
         if self.peers.gone(sender) is not None:
             for live in self._endpoints.all():
                 foreign(live.load, sender, None, now)
-            self._gate.refresh()
+            self._admission.refresh()
 
-    def _know(self) -> None:
-        """Endpoints and tenants come and go with configurations."""
+    def _update_names(self) -> None:
+        """Update the digests of tenants and endpoints, which change with configurations."""
         self._use.know(self.tenants())
-        self._live = {self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving}
+        self._live = {
+            self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving
+        }
 
-    def _known(self, named: int) -> LiveEndpoint | None:
-        """Whose part of the index it is. One who left since we looked has lost his, perhaps to another."""
-        live = self._live.get(named)
+    def _current(self, digest: int) -> LiveEndpoint | None:
+        """Return the endpoint, unless it has left: its slot may be another's."""
+        live = self._live.get(digest)
         return None if live is None or live.leaving else live
 
     def _digest(self, endpoint: Endpoint) -> int:
         key = endpoint.pool, endpoint.url
-        found = self._digests.get(key)
-        if found is None:
+        digest = self._digests.get(key)
+        if digest is None:
             if len(self._digests) >= NAMES_KEPT:
                 self._digests.clear()
-            found = self._digests[key] = self._seal.digest(f"{endpoint.pool}\0{endpoint.url}")
-        return found
+            digest = self._auth.digest(f"{endpoint.pool}\0{endpoint.url}")
+            self._digests[key] = digest
+        return digest
 
     def drop(self, reason: str) -> None:
-        """Count something that nothing came of."""
+        """Count a message that is dropped."""
         self._metrics.shared_dropped_total.labels(reason).inc()
 
     def _count(self, kind: str, direction: str) -> None:

@@ -1,5 +1,6 @@
-"""How a gateway that has just come gets warm: it asks, is told by whoever lives longest, and then takes what it heard
-meanwhile. Sans-IO: times come in, what to say comes out.
+"""The warm-up of a new gateway: it requests the others' state and applies it.
+
+The gateway with the earliest start answers. Sans-IO: times come in, messages to send come out.
 """
 
 from __future__ import annotations
@@ -7,14 +8,14 @@ from __future__ import annotations
 from enum import StrEnum
 
 PATIENCE_S = 0.5
-"""For the first part of an answer, and between two parts."""
+"""Timeout for the first part of an answer, and between two parts."""
 
 ATTEMPTS = 4
 HELD_CAP_BYTES = 8 << 20
 
 
 class State(StrEnum):
-    """AWAY: no bus yet. ASKING: hello was said. TOLD: parts come in. WARM: what others know is known."""
+    """The phases: no bus yet, hello sent, receiving the answer, warm."""
 
     AWAY = "away"
     ASKING = "asking"
@@ -23,13 +24,20 @@ class State(StrEnum):
 
 
 class Warming:
-    """One gateway's way to WARM. `warm`: it was there once. `told` counts messages of others' snapshots; `took_s`: from
-    the first hello to WARM.
+    """The warm-up of one gateway.
 
-    What others say meanwhile is held: an index ages by the order in which it hears of prompts.
+    is_warm            it has been warm once; a repeated warm-up does not reset it
+    received_messages  messages received from others' snapshots
+    took_s             seconds from the first hello to WARM
+
+    Broadcasts that arrive in the meantime are buffered, because the prefix index ages by the order
+    in which it learns of prompts.
     """
 
-    __slots__ = ("_attempt", "_due", "_held", "_held_bytes", "asked_at", "state", "told", "took_s", "warm")
+    __slots__ = (
+        *("_attempt", "_buffer", "_buffer_bytes", "_deadline", "asked_at", "state", "told"),
+        *("took_s", "warm"),
+    )
 
     def __init__(self, now: float) -> None:
         self.state = State.AWAY
@@ -38,55 +46,59 @@ class Warming:
         self.told = 0
         self.took_s = 0.0
         self._attempt = 0
-        self._due = 0.0
-        self._held: list[tuple[bytes, bool]] = []
-        self._held_bytes = 0
+        self._deadline = 0.0
+        self._buffer: list[tuple[bytes, bool]] = []
+        self._buffer_bytes = 0
 
     def ask(self, now: float, *, alone: bool) -> int | None:
-        """The number of the attempt if hello is to be said now. `alone`: nobody was heard who could tell us."""
-        if self.state is State.WARM or (self.state is not State.AWAY and now < self._due):
+        """Return the number of the attempt if a hello has to be sent now; else None.
+
+        has_no_peers  no warm gateway is known that could answer
+        """
+        if self.state is State.WARM or (self.state is not State.AWAY and now < self._deadline):
             return None
         if self.state is State.AWAY:
             self.state, self._attempt, self.asked_at = State.ASKING, 0, now
         else:
             self._attempt += 1
             if self._attempt >= ATTEMPTS or alone:
-                return None  # there is nobody to be told by: `finished` says so
+                return None  # no gateway can answer: finish() ends the warm-up
             self.state = State.ASKING
-        self._due = now + PATIENCE_S
+        self._deadline = now + PATIENCE_S
         return self._attempt
 
     def again(self) -> None:
-        """Something was missed: ask once more. Who was warm once stays so meanwhile."""
+        """Ask again, because frames were missed. A warm gateway stays warm meanwhile."""
         if self.state is State.WARM:
             self.state = State.AWAY
 
     def hold(self, body: bytes, age_s: float, now: float) -> None:
-        """Keep something said by all for later."""
-        self._held.append((body, now - age_s >= self.asked_at))
-        self._held_bytes += len(body)
-        while self._held_bytes > HELD_CAP_BYTES:
-            self._held_bytes -= len(self._held.pop(0)[0])
+        """Buffer a broadcast until the warm-up has finished."""
+        self._buffer.append((body, now - age_s >= self.asked_at))
+        self._buffer_bytes += len(body)
+        while self._buffer_bytes > HELD_CAP_BYTES:
+            self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
     def part(self, count: int, *, last: bool, now: float) -> None:
-        """A part of an answer came, with so many messages."""
+        """Record that a part of the answer, with so many messages, has arrived."""
         if self.state in (State.ASKING, State.TOLD):
             self.told += count
-            self._due = now + PATIENCE_S
+            self._deadline = now + PATIENCE_S
             self.state = State.TOLD
             if last:
-                self._due = now
+                self._deadline = now
                 self._attempt = ATTEMPTS
 
     def finished(self, now: float) -> list[bytes] | None:
-        """What was held, to be taken now, when there is nothing more to wait for; None while there is.
+        """Return the buffered messages to apply if the warm-up is over; None while it is not.
 
-        One who was told leaves out what was said before it asked: that was in the answer.
+        If an answer was received, broadcasts sent before the hello are left out: the answer has
+        them.
         """
-        if self.state is State.WARM or self.state is State.AWAY or now < self._due:
+        if self.state is State.WARM or self.state is State.AWAY or now < self._deadline:
             return None
         self.state, self.warm = State.WARM, True
         self.took_s = now - self.asked_at
-        held = [body for body, fresh in self._held if fresh or not self.told]
-        self._held, self._held_bytes = [], 0
-        return held
+        bodies = [body for body, is_newer in self._buffer if is_newer or not self.told]
+        self._buffer, self._buffer_bytes = [], 0
+        return bodies

@@ -1,6 +1,7 @@
-"""What gateways say to each other: messages and their encoding (msgpack arrays, tagged). No code objects, no surprises.
+"""The messages between gateways and their encoding: tagged msgpack arrays.
 
-Endpoints, pools and tenants are named by keyed digests (seal.py). All numbers are bounded where they are decoded.
+Endpoints, pools, tenants and sessions are named by keyed digests (frame_auth.py). All numbers are
+range-checked by the decoder.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt sent to an endpoint: it will hold all of it, or `kept` tokens at most when that is given.
+    """A prompt sent to an endpoint, which will hold it.
 
-    blocks, n_bytes  of its fingerprint; keys  those that an index reads (policies/rungs.py)
+    blocks, n_bytes  size of its fingerprint
+    keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
+    cached_tokens    if given, the prompt was not computed, and at most so many tokens of it are
+                     cached
     """
 
     endpoint: Named
@@ -35,26 +39,34 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Picks(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
-    """Prompts in the order in which they were sent, all cut into blocks of the same size."""
+    """Prompts in the order in which they were sent, with one block size."""
 
     block_bytes: Amount
     prompts: list[Prompt]
 
 
 class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
-    """An endpoint lost all that it held. In snapshots only: to another gateway's face it would be a verdict."""
+    """An endpoint has lost its cache.
+
+    Sent in warm-ups only; otherwise every gateway finds out by itself.
+    """
 
     endpoint: Named
 
 
 class Confirmed(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """What answers told of their prompts' cached share: (endpoint, believed, found)."""
+    """Cached shares of prompts: (endpoint, believed share, share that the engine reported)."""
 
     answers: list[tuple[Named, Ratio, Ratio]]
 
 
 class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
-    """All that the sender has booked, by endpoint; where it is silent, nothing. `warm`: it could tell a newcomer."""
+    """All bookings of the sender by endpoint; endpoints without any are left out.
+
+    Also the heartbeat.
+
+    is_warm  the sender can warm up other gateways
+    """
 
     uptime_s: Seconds
     warm: bool
@@ -62,49 +74,54 @@ class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
-    """The sender's opinion of an endpoint's health has changed: (endpoint, state, cause)."""
+    """Changes of endpoints' health as the sender sees it: (endpoint, state, cause)."""
 
     endpoints: list[tuple[Named, Word, Word]]
 
 
 class Charged(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
-    """Tokens of work that tenants got since the last word: (pool, tenant, tokens)."""
+    """Tokens of work done for tenants since the last message: (pool, tenant, tokens)."""
 
     tenants: list[tuple[Named, Named, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """What tenants took from their quotas since the last word: (tenant, what)."""
+    """Quota that tenants have used since the last message: (tenant, use)."""
 
     tenants: list[tuple[Named, Spent]]
 
 
 class Inside(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
-    """Sessions of a pool that were served since the last word."""
+    """Sessions of a pool that were served since the last message."""
 
     pool: Named
     members: list[Member]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A gateway has come, or come back. `attempt` counts from 0: so many who should have answered did not."""
+    """A gateway has started or reconnected and asks for the others' state.
+
+    attempt  from 0: number of gateways that should have answered and did not
+    """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """A gateway goes, and has nothing booked any more."""
+    """A gateway stops and has no bookings any more."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of a snapshot, for one who said hello: messages to take as if they had just been said, oldest first."""
+    """A part of the answer to a hello: encoded messages to apply in order, oldest first."""
 
     number: Amount
     last: bool
     said: list[bytes]
 
 
-Message = Picks | Forgotten | Confirmed | Loads | Moved | Charged | Taken | Inside | Hello | Bye | Part
+Message = (
+    Picks | Forgotten | Confirmed | Loads | Moved | Charged | Taken | Inside | Hello | Bye | Part
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -115,11 +132,14 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview) -> Message:
-    """Raises msgspec.DecodeError (ValidationError is one) for whatever is not a message."""
+    """Decode a message.
+
+    Raises msgspec.DecodeError (or its subclass ValidationError) if it is invalid.
+    """
     message: Message = _decoder.decode(body)
     return message
 
 
 def kind(message: Message) -> str:
-    """How metrics call it."""
+    """Return the message's tag, which is the `kind` label of metrics."""
     return str(message.__struct_config__.tag)

@@ -1,6 +1,7 @@
-"""An engine's own load, read from its Prometheus text. Pure: bytes in, Reading out.
+"""Parsing an engine's load from its Prometheus metrics. Pure: bytes in, EngineLoad out.
 
-Names per engine kind are those of engines.md A2 (the same mapping GIE and llm-d use). Ranks behind one URL are summed.
+The metric names per engine kind follow engines.md A2, the mapping that GIE and llm-d use too.
+Values of several ranks behind one URL are summed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from policies.model import EngineKind
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Which metrics carry the facts; block_tokens and blocks are labels of one info metric, or metrics of their own.
+    """The metric names of one engine kind; empty if the engine does not export the value.
 
-    kv_received: bytes of KV that came from other engines, by each of the connectors that may be at work.
+    config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
+                  empty,
+                  those two are metrics of their own
+    kv_received   bytes of KV received from other engines, one metric per connector
     """
 
     running: bytes
@@ -59,12 +63,22 @@ NAMES = {
         b"trtllm_kv_cache_max_blocks",
     ),
 }
-PATHS = {EngineKind.VLLM: "/metrics", EngineKind.SGLANG: "/metrics", EngineKind.TRTLLM: "/prometheus/metrics"}
+PATHS = {
+    EngineKind.VLLM: "/metrics",
+    EngineKind.SGLANG: "/metrics",
+    EngineKind.TRTLLM: "/prometheus/metrics",
+}
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Requests running and waiting, share of KV in use (0..1), KV capacity, tokens ever generated, bytes of KV ever
-    received from other engines. None: not told."""
+    """The load that an engine reports; None for a value that it does not report.
+
+    running, waiting    requests in its batch and in its queue
+    kv_usage            share of its KV memory in use, 0 to 1
+    kv_tokens           KV capacity
+    generated_tokens    since its start
+    kv_received_bytes   KV received from other engines since its start
+    """
 
     running: int | None
     waiting: int | None
@@ -75,7 +89,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 def read(text: bytes, engine: EngineKind) -> Reading:
-    """The load in a scrape. Lines it does not know are not looked at."""
+    """Parse the load from a scrape; unknown metrics are ignored."""
     names = NAMES[engine]
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
@@ -92,12 +106,12 @@ def read(text: bytes, engine: EngineKind) -> Reading:
 
 
 def _values(text: bytes, name: bytes) -> Iterator[float]:
-    """The samples of one metric; a name that only begins alike is another metric."""
-    at = text.find(name)
-    while at >= 0:
-        end = text.find(b"\n", at)
-        line = text[at : end if end >= 0 else len(text)]
-        starts_line = at == 0 or text[at - 1 : at] == b"\n"
+    """Yield the samples of one metric, and not those of metrics whose name only starts with it."""
+    start = text.find(name)
+    while start >= 0:
+        end = text.find(b"\n", start)
+        line = text[start : end if end >= 0 else len(text)]
+        starts_line = start == 0 or text[start - 1 : start] == b"\n"
         if starts_line and line[len(name) : len(name) + 1] in (b"{", b" "):
             try:
                 value = float(line[line.rfind(b"}") + 1 :].split()[-1 if b"}" not in line else 0])
@@ -105,11 +119,11 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
                 return
             if isfinite(value):  # a gauge may be NaN before its first sample
                 yield value
-        at = text.find(name, at + len(name))
+        start = text.find(name, start + len(name))
 
 
 def _kv_tokens(text: bytes, names: Names) -> int | None:
-    """Tokens of KV over all ranks, from an info metric's labels or from two gauges."""
+    """Sum the KV capacity of all ranks, from an info metric's labels or from two gauges."""
     if not names.config:
         sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))
         return int(sizes[0] * sum(counts)) if sizes and counts else None

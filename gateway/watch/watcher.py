@@ -1,7 +1,8 @@
-"""The watcher: asks every endpoint for its health, load and models, and tells the EndpointTable what it heard.
+"""Health checks: polls the health, load and models of every endpoint.
 
-Health, load and models come by aiohttp's client: this is not the path of a request. Losing an engine's metrics changes
-nothing but freshness (faults.md F29): policies fall back on the gateway's own bookings.
+The requests use aiohttp's client, because they are not on the path of client requests. The loss of
+an engine's metrics costs freshness only (faults.md F29): policies then rely on the gateway's own
+bookings.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ log = logging.getLogger("penstock")
 
 METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
-RECOVERY_S = 1.0  # an endpoint that is out is probed so often at least, whatever its back-off
-CHECK_S = 0.5  # for a health check that a request waits for
+RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
+CHECK_S = 0.5  # timeout of a health check that a request waits for
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class PaceProbe(msgspec.Struct, frozen=True):
-    """A piece of work to time: random words that no cache holds, and tokens to generate."""
+    """A request to time: how many random words to send, and tokens to generate."""
 
     words: int
     tokens: int
@@ -47,72 +48,86 @@ class PaceProbe(msgspec.Struct, frozen=True):
 
 PROMPT_WORK, DECODE_WORK = PaceProbe(1000, 1), PaceProbe(1, 16)
 PACE_TIMEOUT_S = 30.0
+
+# A probe passes below CLEAR_RATIO times the peers' time plus LEAST_EXCESS_S.
 CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
+
+# The least time of a peer is an estimate that grows by this factor with every probe.
 LEAST_GROWS = 1.05
-CONFIRMED = 3  # comparisons in a row that an endpoint must pass: a peer may be busy in one of them
+
+# Comparisons in a row that an endpoint must pass: in any single one the peer may be busy.
+CONFIRMED = 3
 
 
 def is_out_as_slow(live: LiveEndpoint) -> bool:
-    """Whether it was ejected because it was slow, so that its /health says nothing of why."""
+    """Return whether the endpoint was ejected for slowness, which its /health does not show."""
     return live.health.cause is Event.SLOW and live.speed.slowness is not None
 
 
 class Watcher:
-    """Two background tasks per endpoint: looking at it, and looking after its silence. `learnt` is called when an
-    engine's list of models has changed. One that leaves is not watched: it will not be asked for anything new."""
+    """Runs two tasks per endpoint: one polls it, the other checks that it makes progress.
 
-    def __init__(self, config: Config, endpoints: EndpointTable, learnt: Callable[[], None]) -> None:
+    Endpoints that leave are no longer polled, because they get no new requests.
+    """
+
+    def __init__(
+        self, config: Config, endpoints: EndpointTable, on_models_changed: Callable[[], None]
+    ) -> None:
+        """`on_models_changed` is called when an engine's list of models has changed."""
         self._config = config
         self._endpoints = endpoints
-        self._learnt = learnt
+        self._on_models_changed = on_models_changed
         self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
-        self._suspected: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Begin watching; returns when every endpoint was asked once, so that the first request meets known ground."""
+        """Start polling; return once every endpoint has been polled, before the first request."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # hung engines must not starve others' probes
+            # No connection limit: hung engines must not delay the probes of others.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
         )
-        await asyncio.gather(*(self._tried(self._look, live) for live in self._endpoints.all()))
+        lives = self._endpoints.all()
+        await asyncio.gather(*(self._log_errors(self._poll, live) for live in lives))
         for live in self._endpoints.all():
             self._watch(live)
 
     def follow(self, config: Config) -> None:
-        """Another configuration is in force: newcomers are looked at now, those who leave no more."""
+        """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
         self._config = config
         if self._session is None:
             return
         for live in self._endpoints.all():
             if live.leaving:
-                suspected = self._suspected.get(live)
+                recovery = self._recoveries.get(live)
                 self._peer_s.pop(live, None)
-                for task in (*self._tasks.pop(live, ()), *([] if suspected is None else [suspected])):
+                recoveries = [] if recovery is None else [recovery]
+                for task in (*self._tasks.pop(live, ()), *recoveries):
                     task.cancel()
             elif live not in self._tasks:
-                self._watch(live, at_once=True)
+                self._watch(live, immediately=True)
 
-    def _watch(self, live: LiveEndpoint, *, at_once: bool = False) -> None:
+    def _watch(self, live: LiveEndpoint, *, immediately: bool = False) -> None:
         name = live.endpoint.name
-        looking = self._repeat(self._look, live, self._look_every_s, at_once=at_once)
-        listening = self._repeat(self._listen, live, self._listen_every_s)
+        polls = self._repeat(self._poll, live, self._poll_interval_s, immediately=immediately)
+        progress_checks = self._repeat(self._check_progress, live, self._progress_check_interval_s)
         self._tasks[live] = (
-            asyncio.create_task(looking, name=f"watch {name}"),
-            asyncio.create_task(listening, name=f"listen to {name}"),
+            asyncio.create_task(polls, name=f"poll {name}"),
+            asyncio.create_task(progress_checks, name=f"check progress of {name}"),
         )
 
-    def _look_every_s(self) -> float:
+    def _poll_interval_s(self) -> float:
         return min(self._config.health.interval, self._config.scrape.interval)
 
-    def _listen_every_s(self) -> float:
+    def _progress_check_interval_s(self) -> float:
         return self._config.health.progress / 10
 
     async def stop(self) -> None:
         tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
-        tasks += [*self._suspected.values(), *self._checks.values()]
+        tasks += [*self._recoveries.values(), *self._checks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,41 +136,47 @@ class Watcher:
 
     async def _repeat(
         self,
-        what: Callable[[LiveEndpoint], Awaitable[None]],
+        action: Callable[[LiveEndpoint], Awaitable[None]],
         live: LiveEndpoint,
-        every_s: Callable[[], float],
+        interval_s: Callable[[], float],
         *,
-        at_once: bool = False,
+        immediately: bool = False,
     ) -> None:
         while True:
-            if not at_once:
-                await asyncio.sleep(every_s() * self._endpoints.rng.uniform(0.9, 1.1))
-            at_once = False
-            await self._tried(what, live)
+            if not immediately:
+                await asyncio.sleep(interval_s() * self._endpoints.rng.uniform(0.9, 1.1))
+            immediately = False
+            await self._log_errors(action, live)
 
-    async def _tried(self, what: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint) -> None:
-        """Whatever an engine's words bring about, the others are watched."""
+    async def _log_errors(
+        self, action: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint
+    ) -> None:
+        """Run the action and log any exception, so that no engine's response can end a task."""
         try:
-            await what(live)
+            await action(live)
         except Exception:
-            log.exception("watching %s failed", live.endpoint.name)
+            log.exception("health check of %s failed", live.endpoint.name)
 
     def suspect(self, live: LiveEndpoint) -> None:
-        """Probe an endpoint now, and every second as long as it is out. One task per endpoint."""
-        if self._session is not None and live not in self._suspected and not live.leaving:
-            task = asyncio.create_task(self._recover(live), name=f"see whether {live.endpoint.name} is well")
-            self._suspected[live] = task
-            task.add_done_callback(lambda _: self._suspected.pop(live, None))
+        """Probe an endpoint now, and every second while it is out. Runs one task per endpoint."""
+        if self._session is not None and live not in self._recoveries and not live.leaving:
+            name = f"probe {live.endpoint.name} until it recovers"
+            task = asyncio.create_task(self._probe_until_recovered(live), name=name)
+            self._recoveries[live] = task
+            task.add_done_callback(lambda _: self._recoveries.pop(live, None))
 
-    async def _recover(self, live: LiveEndpoint) -> None:
-        await self._tried(self._probe, live)
+    async def _probe_until_recovered(self, live: LiveEndpoint) -> None:
+        await self._log_errors(self._probe, live)
         while live.health.state in OUT:
             interval_s = min(RECOVERY_S, self._config.health.interval)
             await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
-            await self._tried(self._probe, live)
+            await self._log_errors(self._probe, live)
 
     async def check(self, live: LiveEndpoint) -> bool | None:
-        """Whether an endpoint is well enough for a retry; None when it was silent. Requests share a check."""
+        """Return whether an endpoint is healthy enough for a retry; None if it did not answer.
+
+        Concurrent requests share one check.
+        """
         if self._session is None:
             return True
         task = self._checks.get(live)
@@ -174,12 +195,13 @@ class Watcher:
                 return None
             self._endpoints.refused(live)
             return False
-        if status != 200:  # a good answer is no reason for a return: _probe() sees to that
+        # Success is not reported: only _probe() may return an endpoint to rotation.
+        if status != 200:
             self._endpoints.probed(live, status)
         return status == 200
 
-    async def _look(self, live: LiveEndpoint) -> None:
-        probes = () if live in self._suspected else (self._probe(live),)
+    async def _poll(self, live: LiveEndpoint) -> None:
+        probes = () if live in self._recoveries else (self._probe(live),)
         await asyncio.gather(*probes, self._scrape(live), self._list_models(live))
 
     async def _probe(self, live: LiveEndpoint) -> None:
@@ -199,74 +221,98 @@ class Watcher:
             status = 200 if await self._keeps_pace(live) else None
         self._endpoints.probed(live, status)
 
-    async def _listen(self, live: LiveEndpoint) -> None:
-        """An endpoint silent for half its patience is asked for one token of its own; without it, it is wedged."""
-        patience_s = self._endpoints.patience_s(live)
+    async def _check_progress(self, live: LiveEndpoint) -> None:
+        """Request one token from an endpoint that has been silent for half its limit.
+
+        Without a token it is reported as stalled.
+        """
+        limit_s = self._endpoints.patience_s(live)
         silence_s = live.upstream.silence_s(monotonic())
-        if silence_s < patience_s / 2 or not live.load.available:
+        if silence_s < limit_s / 2 or not live.load.available:
             return
-        if await self._generates(live, max(self._config.health.timeout, patience_s - silence_s)):
+        timeout_s = max(self._config.health.timeout, limit_s - silence_s)
+        if await self._generates(live, timeout_s):
             self._endpoints.progressed(live)
-        elif live.upstream.silence_s(monotonic()) > silence_s:  # nobody else heard from it meanwhile
-            log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, patience_s)
+        elif live.upstream.silence_s(monotonic()) > silence_s:
+            # No client request has received a byte in the meantime either.
+            log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, limit_s)
             self._endpoints.wedged(live)
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
-        """Whether the engine gives one token in time. A 4xx proves nothing about it, and so nothing against it."""
-        model = live.endpoint.served_model or next(iter(live.models), None)
+        """Return whether the engine generates one token in time.
+
+        A 4xx says nothing about the engine, so it counts as success.
+        """
+        model = _model_of(live)
         if model is None:
             return True
-        canary: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
+        request: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
         if live.endpoint.role is not Role.BOTH:
-            canary |= by_itself(live.endpoint.engine)
+            request |= by_itself(live.endpoint.engine)
         try:
-            status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, canary)
+            status, _ = await self._fetch(
+                live, "/v1/completions", timeout_s, METRICS_LIMIT, request
+            )
         except UNREACHABLE:
             return False
         return status < 500
 
     async def _keeps_pace(self, live: LiveEndpoint) -> bool:
-        """Whether an endpoint that was ejected as slow does a small piece of work as fast as a peer.
+        """Return whether an endpoint that was ejected for slowness is as fast as a peer again.
 
-        It is idle and the peer is not, so the least time that a peer has taken since the ejection counts.
+        The ejected endpoint is idle and the peer is not. Therefore the least time that a peer has
+        needed since the ejection counts.
         """
         peer, slowness = self._endpoints.peer_of(live), live.speed.slowness
         if peer is None or slowness is None:
             return True
         if not live.speed.take_probe(monotonic()):
             return False
-        work = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
+        probe = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
         for _ in range(CONFIRMED):
-            seconds, peer_s = await asyncio.gather(self._time(live, work), self._time(peer, work))
-            if seconds is None or peer_s is None:
-                return seconds is not None
+            own_s, peer_s = await asyncio.gather(self._time(live, probe), self._time(peer, probe))
+            if own_s is None or peer_s is None:
+                return own_s is not None
             peer_s = self._least_peer_s(live, slowness, peer_s)
-            if seconds >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
-                name = peer.endpoint.name
-                log.info("endpoint %s is still slow: %.3f s, %s %.3f s", live.endpoint.name, seconds, name, peer_s)
+            if own_s >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
+                names = live.endpoint.name, peer.endpoint.name
+                log.info(
+                    "endpoint %s is still slow: %.3f s, %s %.3f s",
+                    names[0],
+                    own_s,
+                    names[1],
+                    peer_s,
+                )
                 return False
         return True
 
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
-        """The least time of peers since the endpoint was found that slow; it counts for less with every probe."""
-        found, least_s = self._peer_s.get(live, (slowness, peer_s))
-        if found is slowness:
+        """Return the least time of peers in this slow period; it grows with every probe."""
+        last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
+        if last_slowness is slowness:
             peer_s = min(peer_s, LEAST_GROWS * least_s)
         self._peer_s[live] = slowness, peer_s
         return peer_s
 
-    async def _time(self, live: LiveEndpoint, work: PaceProbe) -> float | None:
-        """Seconds that the endpoint takes for the work; None when it gives no whole answer."""
-        model = live.endpoint.served_model or next(iter(live.models), None)
+    async def _time(self, live: LiveEndpoint, probe: PaceProbe) -> float | None:
+        """Return the seconds that the endpoint needs for the probe; None if it fails."""
+        model = _model_of(live)
         if model is None:
             return None
-        words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(work.words))
-        body: dict[str, object] = {"model": model, "prompt": words, "max_tokens": work.tokens, "ignore_eos": True}
+        words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(probe.words))
+        body: dict[str, object] = {
+            "model": model,
+            "prompt": words,
+            "max_tokens": probe.tokens,
+            "ignore_eos": True,
+        }
         if live.endpoint.role is not Role.BOTH:
             body |= by_itself(live.endpoint.engine)
         began = monotonic()
         try:
-            status, _ = await self._fetch(live, "/v1/completions", PACE_TIMEOUT_S, METRICS_LIMIT, body)
+            status, _ = await self._fetch(
+                live, "/v1/completions", PACE_TIMEOUT_S, METRICS_LIMIT, body
+            )
         except UNREACHABLE:
             return None
         return monotonic() - began if status == 200 else None
@@ -290,31 +336,41 @@ class Watcher:
         live.models_at = monotonic()
         if names != live.models:
             live.models = names
-            self._learnt()
+            self._on_models_changed()
 
-    async def _get(self, live: LiveEndpoint, path: str, timeout_s: float) -> tuple[int | None, bytes]:
-        """Status and body; None when the engine did not answer in time."""
+    async def _get(
+        self, live: LiveEndpoint, path: str, timeout_s: float
+    ) -> tuple[int | None, bytes]:
+        """Return status and body of a GET; the status is None without a response in time."""
         try:
             return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
         except UNREACHABLE:
             return None, b""
 
     async def _fetch(
-        self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object = None
+        self,
+        live: LiveEndpoint,
+        path: str,
+        timeout_s: float,
+        limit: int,
+        json_body: object = None,
     ) -> tuple[int, bytes]:
-        """Status and body of a GET, or of a POST if there is something to send. Raises one of UNREACHABLE."""
+        """Return status and body of a POST with `json_body`, or of a GET without one.
+
+        Raises one of UNREACHABLE when the engine cannot be reached or does not answer in time.
+        """
         try:
-            return await self._read(live, path, timeout_s, limit, json_body)
+            return await self._send(live, path, timeout_s, limit, json_body)
         except UNREACHABLE as error:
-            _forget_frames(error)
+            _clear_frames(error)
             raise
 
-    async def _read(
+    async def _send(
         self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object
     ) -> tuple[int, bytes]:
         assert self._session is not None
         url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
-        secure = live.encryption
+        encryption = live.encryption
         async with (
             asyncio.timeout(timeout_s),
             self._session.request(
@@ -322,20 +378,25 @@ class Watcher:
                 url,
                 headers=live.key_header,
                 json=json_body,
-                ssl=True if secure is None else secure.context,
-                server_hostname=None if secure is None else secure.server_name,
-            ) as answer,
+                ssl=True if encryption is None else encryption.context,
+                server_hostname=None if encryption is None else encryption.server_name,
+            ) as response,
         ):
+            # content.read(limit) would return only what has already arrived.
             body = bytearray()
-            async for piece in answer.content.iter_any():  # read(limit) would return what happens to be there
+            async for piece in response.content.iter_any():
                 body += piece
                 if len(body) >= limit:
                     break
-            return answer.status, bytes(body[:limit])
+            return response.status, bytes(body[:limit])
+
+
+def _model_of(live: LiveEndpoint) -> str | None:
+    return live.endpoint.served_model or next(iter(live.models), None)
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether no engine answers at the address: connecting failed, or the connection was lost."""
+    """Return whether the connection failed or was lost, so that nothing listens there."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return not is_own_error(error.os_error)
     return isinstance(error, aiohttp.ServerDisconnectedError) or (
@@ -343,11 +404,14 @@ def _is_unreachable(error: BaseException) -> bool:
     )
 
 
-def _forget_frames(error: BaseException) -> None:
-    """What it came through: frames of libraries that hold the error are held by it, and a dead engine is probed each
-    second; only the collector would end that."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+def _clear_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and its causes.
+
+    Their frames refer to the error, a reference cycle. A dead engine is probed every second, and
+    only the garbage collector would free those cycles.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__

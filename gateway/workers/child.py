@@ -13,9 +13,10 @@ import sys
 from typing import BinaryIO
 
 from gateway import operator_log
-from gateway.app import App, Local, Origin
+from gateway.app import App
 from gateway.config import ConfigError, OperatorLog, examine_text
 from gateway.lifecycle import run
+from gateway.origin import Local, Origin
 from gateway.restart.sockets import API
 from gateway.workers.settings import CAP_BYTES, LENGTH, Settings, unpacked
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from gateway.meters import Counter, Family, Gauge, Label, Meters, Reading, Spec
 from gateway.observe.labels import Row
+from gateway.observe.process import ProcessMetrics
 
 
 class Figures:
     """The supervisor's families; one per supervisor."""
 
-    __slots__ = ("_meters", "deaths_total", "frames_dropped_total", "workers")
+    __slots__ = ("_meters", "_process", "deaths_total", "frames_dropped_total", "workers")
 
     def __init__(self) -> None:
         meters = self._meters = Meters()
+        self._process = ProcessMetrics()
         own = meters.section(Row.PROCESS, "workers/supervisor.py")
         self.workers: Gauge = own.gauge("penstock_workers", "Workers that serve now.").labels()
         self.deaths_total: Counter = own.counter(
@@ -33,4 +35,4 @@ class Figures:
 
     def readings(self) -> list[Reading]:
         """Their values, and the `process_*` metrics of the supervisor."""
-        return list(self._meters.readings({}))
+        return [*self._meters.readings({}), *self._process.readings()]

@@ -100,7 +100,7 @@ def test_an_edit_a_difference_a_rollback_and_a_bad_edit_read_as_promised(operato
 
 def test_a_hangup_takes_the_file_over_even_if_nothing_is_new(operator: Operator) -> None:
     os.kill(operator.running.pid, signal.SIGHUP)
-    operator.reads("gateway.yaml says what is in force already: v4")
+    operator.reads("gateway.yaml is already in force: v4")
 
 
 def test_commands_speak_json_and_say_who_does_not_answer(operator: Operator) -> None:

@@ -1,4 +1,4 @@
-"""Lines of the access log are written by threads that the event loop does not wait for."""
+"""Access log lines are written by threads that the event loop does not wait for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from gateway.meters import Counter
 
 
 def to(file: Path, **settings: Any) -> Observability:
-    return Observability.model_validate({"access_log": str(file), "access_flush": "1ms", **settings})
+    return Observability.model_validate(
+        {"access_log": str(file), "access_flush": "1ms", **settings}
+    )
 
 
 LINE = AccessLine(0.0, "req_1", "127.0.0.1", "/v1/chat/completions", 429, "refused", 10)
 
 
-async def test_the_loop_goes_on_before_the_thread_that_writes_has_begun(
+async def test_the_loop_does_not_wait_for_the_start_of_the_writing_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-    monkeypatch.setattr(account, "start_new_thread", lambda write, given: begun.append((write, given)))
+    monkeypatch.setattr(
+        account, "start_new_thread", lambda write, given: begun.append((write, given))
+    )
     file, dropped = tmp_path / "access.jsonl", Counter()
     log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
     log.write(LINE)
@@ -40,7 +44,7 @@ async def test_the_loop_goes_on_before_the_thread_that_writes_has_begun(
     assert dropped.value == 0
 
 
-async def test_lines_for_which_there_was_no_thread_are_counted_and_the_next_ones_written(
+async def test_lines_without_a_thread_are_counted_and_later_ones_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -58,7 +62,7 @@ async def test_lines_for_which_there_was_no_thread_are_counted_and_the_next_ones
     assert (file.read_bytes().count(b'"req_1"'), dropped.value) == (1, 1)
 
 
-async def test_a_file_that_was_moved_away_is_let_go_without_any_new_line(tmp_path: Path) -> None:
+async def test_a_moved_file_is_closed_without_a_new_line(tmp_path: Path) -> None:
     file = tmp_path / "access.jsonl"
     log = AccessLog(to(file), asyncio.get_running_loop(), Counter())
     log.write(LINE)

@@ -1,4 +1,4 @@
-"""The gate: permits in turn, places of those who left, memory for bodies, turns for retries."""
+"""Admission: permits in order, capacity of removed endpoints, body memory, retries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
 
 
 def candidate(slot: int, cap: int) -> Candidate:
-    endpoint = Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=cap)
+    endpoint = Endpoint(
+        f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=cap
+    )
     return Candidate(endpoint, EndpointLoad(slot))
 
 
@@ -28,9 +30,9 @@ def ask(**request: Any) -> Ask:
 
 
 def room(*caps: int, size: int = 10, timeout: str = "30s") -> tuple[Room, tuple[Candidate, ...]]:
-    made, candidates = Room("pool"), tuple(candidate(slot, cap) for slot, cap in enumerate(caps))
-    made.configure(WaitingRoom.model_validate({"size": size, "timeout": timeout}), candidates)
-    return made, candidates
+    queue, candidates = Room("pool"), tuple(candidate(slot, cap) for slot, cap in enumerate(caps))
+    queue.configure(WaitingRoom.model_validate({"size": size, "timeout": timeout}), candidates)
+    return queue, candidates
 
 
 def gate(**sections: Any) -> Gate:
@@ -39,204 +41,206 @@ def gate(**sections: Any) -> Gate:
 
 
 async def turns(count: int = 5) -> None:
-    """Let whoever can go on go on."""
+    """Run the event loop until all ready tasks have continued."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def test_permits_are_given_up_to_the_sum_of_caps_and_given_back_on_leaving() -> None:
-    made, _ = room(2, 1)
+async def test_permits_are_granted_up_to_the_sum_of_caps_and_returned_on_exit() -> None:
+    queue, _ = room(2, 1)
     for _ in range(3):
-        await made.enter(ask())
-    waiting = asyncio.create_task(made.enter(ask()))
+        await queue.enter(ask())
+    waiting = asyncio.create_task(queue.enter(ask()))
     await turns()
-    assert (made.in_flight, made.waiting, waiting.done()) == (3, 1, False)
-    with made:
+    assert (queue.in_flight, queue.waiting, waiting.done()) == (3, 1, False)
+    with queue:
         pass
     await turns()
-    assert (made.in_flight, made.waiting, waiting.done()) == (3, 0, True)
+    assert (queue.in_flight, queue.waiting, waiting.done()) == (3, 0, True)
     for _ in range(3):
-        made.__exit__()
-    assert made.in_flight == 0
+        queue.__exit__()
+    assert queue.in_flight == 0
 
 
-async def test_a_room_without_chairs_refuses_whoever_finds_no_place() -> None:
-    made, _ = room(1, size=0)
-    await made.enter(ask())
+async def test_a_queue_of_size_0_refuses_requests_beyond_the_capacity() -> None:
+    queue, _ = room(1, size=0)
+    await queue.enter(ask())
     with pytest.raises(GatewayError) as refused:
-        await made.enter(ask())
+        await queue.enter(ask())
     assert (refused.value.status, refused.value.reason) == (429, "waiting_room_full")
 
 
-async def test_those_who_wait_enter_in_the_order_they_came() -> None:
-    made, _ = room(1)
-    await made.enter(ask())
+async def test_waiting_requests_are_admitted_in_order_of_arrival() -> None:
+    queue, _ = room(1)
+    await queue.enter(ask())
     entered: list[int] = []
 
     async def one(number: int) -> None:
-        with await made.enter(ask()):
+        with await queue.enter(ask()):
             entered.append(number)
             await asyncio.sleep(0)
 
     tasks = [asyncio.create_task(one(number)) for number in range(6)]
     await turns()
-    made.__exit__()
+    queue.__exit__()
     await asyncio.gather(*tasks)
     assert entered == list(range(6))
-    assert (made.in_flight, made.waiting) == (0, 0)
+    assert (queue.in_flight, queue.waiting) == (0, 0)
 
 
-async def test_a_line_that_goes_in_as_one_leaves_turns_of_the_loop_to_others() -> None:
-    made, candidates = room(1, 20, size=20)
+async def test_a_long_queue_is_admitted_over_several_turns_of_the_loop() -> None:
+    queue, candidates = room(1, 20, size=20)
     candidates[1].load.available = False
-    made.refresh()
-    await made.enter(ask())
+    queue.refresh()
+    await queue.enter(ask())
     entered: list[int] = []
 
     async def one(number: int) -> None:
-        await made.enter(ask())
+        await queue.enter(ask())
         entered.append(number)
 
     tasks = [asyncio.create_task(one(number)) for number in range(3 * AT_ONCE)]
     await turns()
     candidates[1].load.available = True
-    made.refresh()
+    queue.refresh()
     await turns(1)
     assert len(entered) == AT_ONCE
     await asyncio.gather(*tasks)
     assert entered == list(range(3 * AT_ONCE))
-    assert (made.in_flight, made.waiting) == (1 + 3 * AT_ONCE, 0)
+    assert (queue.in_flight, queue.waiting) == (1 + 3 * AT_ONCE, 0)
 
 
-async def test_who_leaves_before_being_told_of_its_place_leaves_it_to_the_next() -> None:
-    made, candidates = room(1, AT_ONCE + 1)
+async def test_a_request_cancelled_before_its_verdict_passes_its_permit_on() -> None:
+    queue, candidates = room(1, AT_ONCE + 1)
     candidates[1].load.available = False
-    made.refresh()
-    await made.enter(ask())
-    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(AT_ONCE + 2)]
+    queue.refresh()
+    await queue.enter(ask())
+    tasks = [asyncio.create_task(queue.enter(ask())) for _ in range(AT_ONCE + 2)]
     await turns()
     candidates[1].load.available = True
-    made.refresh()
+    queue.refresh()
     tasks[AT_ONCE].cancel()
     await asyncio.wait(tasks)
-    assert [task.cancelled() for task in tasks] == [number == AT_ONCE for number in range(AT_ONCE + 2)]
-    assert (made.in_flight, made.waiting) == (AT_ONCE + 2, 0)
+    assert [task.cancelled() for task in tasks] == [
+        number == AT_ONCE for number in range(AT_ONCE + 2)
+    ]
+    assert (queue.in_flight, queue.waiting) == (AT_ONCE + 2, 0)
 
 
-async def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
-    made, _ = room(1, 1)
-    await made.enter(ask())
-    await made.enter(ask())
-    first = asyncio.create_task(made.enter(ask()))
+async def test_a_new_request_does_not_overtake_waiting_ones() -> None:
+    queue, _ = room(1, 1)
+    await queue.enter(ask())
+    await queue.enter(ask())
+    first = asyncio.create_task(queue.enter(ask()))
     await turns()
-    made.__exit__()
-    second = asyncio.create_task(made.enter(ask()))
+    queue.__exit__()
+    second = asyncio.create_task(queue.enter(ask()))
     await turns()
     assert (first.done(), second.done()) == (True, False)
     second.cancel()
     await turns()
-    assert made.waiting == 0
+    assert queue.waiting == 0
 
 
-async def test_who_leaves_the_line_leaves_no_permit_behind() -> None:
-    made, _ = room(1)
-    await made.enter(ask())
-    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(3)]
+async def test_a_request_cancelled_while_waiting_leaks_no_permit() -> None:
+    queue, _ = room(1)
+    await queue.enter(ask())
+    tasks = [asyncio.create_task(queue.enter(ask())) for _ in range(3)]
     await turns()
     tasks[1].cancel()
     await turns()
-    assert made.waiting == 2
-    made.__exit__()
+    assert queue.waiting == 2
+    queue.__exit__()
     await turns()
-    assert (tasks[0].done(), tasks[2].done(), made.in_flight) == (True, False, 1)
+    assert (tasks[0].done(), tasks[2].done(), queue.in_flight) == (True, False, 1)
     tasks[2].cancel()
     await turns()
-    made.__exit__()
-    assert (made.in_flight, made.waiting) == (0, 0)
+    queue.__exit__()
+    assert (queue.in_flight, queue.waiting) == (0, 0)
 
 
-async def test_a_permit_that_comes_in_the_moment_of_leaving_goes_to_the_next() -> None:
-    made, _ = room(1)
-    await made.enter(ask())
-    first, second = [asyncio.create_task(made.enter(ask())) for _ in range(2)]
+async def test_a_permit_granted_at_the_moment_of_cancellation_goes_to_the_next() -> None:
+    queue, _ = room(1)
+    await queue.enter(ask())
+    first, second = [asyncio.create_task(queue.enter(ask())) for _ in range(2)]
     await turns()
-    made.__exit__()  # gives the first its turn, which it has not seen yet
+    queue.__exit__()  # admits the first waiter, whose task has not run yet
     first.cancel()
     await turns()
     assert first.cancelled()
     assert second.done()
-    assert made.in_flight == 1
+    assert queue.in_flight == 1
 
 
-async def test_a_full_waiting_room_sheds_with_numbers() -> None:
-    made, _ = room(1, size=1)
-    await made.enter(ask())
-    waiting = asyncio.create_task(made.enter(ask()))
+async def test_a_full_queue_sheds_with_numbers() -> None:
+    queue, _ = room(1, size=1)
+    await queue.enter(ask())
+    waiting = asyncio.create_task(queue.enter(ask()))
     await turns()
     with pytest.raises(GatewayError, match="1 of 1 places are taken and 1 requests wait") as shed:
-        await made.enter(ask())
+        await queue.enter(ask())
     assert (shed.value.status, shed.value.reason) == (429, "waiting_room_full")
     waiting.cancel()
     await turns()
 
 
-async def test_who_waited_too_long_is_shed_and_out_of_the_line() -> None:
-    made, _ = room(1, timeout="10ms")
-    await made.enter(ask())
+async def test_a_request_that_waited_too_long_is_shed_and_leaves_the_queue() -> None:
+    queue, _ = room(1, timeout="10ms")
+    await queue.enter(ask())
     with pytest.raises(GatewayError) as shed:
-        await made.enter(ask())
+        await queue.enter(ask())
     assert (shed.value.status, shed.value.reason) == (429, "waited_too_long")
-    assert (made.in_flight, made.waiting) == (1, 0)
+    assert (queue.in_flight, queue.waiting) == (1, 0)
 
 
-async def test_who_cannot_be_served_before_its_client_gives_up_is_not_kept_waiting() -> None:
-    made, _ = room(1)
-    await made.enter(ask())
+async def test_a_request_that_cannot_meet_its_deadline_does_not_wait() -> None:
+    queue, _ = room(1)
+    await queue.enter(ask())
     with pytest.raises(GatewayError, match=r"The client gives up in 0\.0 s") as shed:
-        await made.enter(ask(deadline_s=monotonic() + 0.01))
+        await queue.enter(ask(deadline_s=monotonic() + 0.01))
     assert (shed.value.status, shed.value.reason) == (429, "deadline")
-    assert (made.in_flight, made.waiting) == (1, 0)
+    assert (queue.in_flight, queue.waiting) == (1, 0)
 
 
-async def test_without_an_available_endpoint_nobody_enters() -> None:
-    made, candidates = room(2)
+async def test_without_an_available_endpoint_no_request_is_admitted() -> None:
+    queue, candidates = room(2)
     candidates[0].load.available = False
-    made.refresh()
+    queue.refresh()
     with pytest.raises(GatewayError) as refused:
-        await made.enter(ask())
+        await queue.enter(ask())
     assert (refused.value.status, refused.value.reason) == (503, "no_capacity")
 
 
-async def test_streams_of_an_ejected_endpoint_take_nobodys_place() -> None:
-    made, candidates = room(2, 2)
+async def test_streams_of_an_ejected_endpoint_use_no_capacity() -> None:
+    queue, candidates = room(2, 2)
     for slot in (0, 0, 1, 1):
-        await made.enter(ask())
+        await queue.enter(ask())
         candidates[slot].load.in_flight += 1
-    waiting = asyncio.create_task(made.enter(ask()))
+    waiting = asyncio.create_task(queue.enter(ask()))
     await turns()
     candidates[0].load.available = False
-    made.refresh()
+    queue.refresh()
     await turns()
     assert not waiting.done()
-    assert made.busy == 2
-    made.__exit__()
+    assert queue.busy == 2
+    queue.__exit__()
     candidates[1].load.in_flight -= 1
-    made.refresh()
+    queue.refresh()
     await turns()
     assert waiting.done()
 
 
-async def test_a_returning_endpoint_lets_in_as_many_as_it_has_places() -> None:
-    made, candidates = room(2, 2)
+async def test_a_returning_endpoint_admits_as_many_requests_as_its_cap() -> None:
+    queue, candidates = room(2, 2)
     candidates[1].load.available = False
-    made.refresh()
+    queue.refresh()
     for _ in range(2):
-        await made.enter(ask())
+        await queue.enter(ask())
         candidates[0].load.in_flight += 1
-    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(3)]
+    tasks = [asyncio.create_task(queue.enter(ask())) for _ in range(3)]
     await turns()
     candidates[1].load.available = True
-    made.refresh()
+    queue.refresh()
     await turns()
     assert [task.done() for task in tasks] == [True, True, False]
     tasks[2].cancel()
@@ -244,134 +248,136 @@ async def test_a_returning_endpoint_lets_in_as_many_as_it_has_places() -> None:
 
 
 def test_bodies_share_one_budget() -> None:
-    made = gate(limits={"body": "60B", "body_budget": "100B"})
-    assert made.hold(60) == 60
+    controller = gate(limits={"body": "60B", "body_budget": "100B"})
+    assert controller.hold(60) == 60
     with pytest.raises(GatewayError, match="60 of 100") as shed:
-        made.hold(60)
+        controller.hold(60)
     assert (shed.value.status, shed.value.reason) == (429, "body_budget")
-    made.release(60)
-    made.hold(100)
-    made.release(100)
-    assert made.body_bytes == 0
+    controller.release(60)
+    controller.hold(100)
+    controller.release(100)
+    assert controller.body_bytes == 0
 
 
-async def test_retries_beyond_the_budget_wait_for_a_turn() -> None:
-    made = gate(retries={"floor": 2})
-    assert await made.retry_turn()
-    assert await made.retry_turn()
-    third = asyncio.create_task(made.retry_turn())
+async def test_retries_beyond_the_budget_wait() -> None:
+    controller = gate(retries={"floor": 2})
+    assert await controller.retry_turn()
+    assert await controller.retry_turn()
+    third = asyncio.create_task(controller.retry_turn())
     await turns()
     assert not third.done()
-    made.give_back_turn()
+    controller.give_back_turn()
     await turns()
     assert third.result()
-    made.give_back_turn()
-    made.give_back_turn()
-    assert made.retries_running == 0
+    controller.give_back_turn()
+    controller.give_back_turn()
+    assert controller.retries_running == 0
 
 
 @pytest.mark.parametrize("active", [0, 1, 3, 4])
-async def test_as_many_retries_are_said_to_be_left_as_are_granted(active: int) -> None:
-    made = gate(retries={"floor": 0, "budget": 0.3})
-    place = made.room("main")
+async def test_the_number_of_retries_left_is_the_number_granted(active: int) -> None:
+    controller = gate(retries={"floor": 0, "budget": 0.3})
+    place = controller.room("main")
     place.configure(WaitingRoom(), (candidate(0, 24),))
-    made.open(place)
+    controller.open(place)
     for _ in range(active):
         await place.enter(ask())
-    left = made.retries_left
-    granted = sum(made.retry_at_once() for _ in range(10))
-    assert (granted, made.retries_left) == (left, 0)
+    left = controller.retries_left
+    granted = sum(controller.retry_at_once() for _ in range(10))
+    assert (granted, controller.retries_left) == (left, 0)
 
 
-def test_a_gateway_that_is_to_retry_nothing_has_no_number_of_retries_left() -> None:
-    made = gate(retries={"floor": 0, "budget": 0})
-    assert (made.retries_left, made.retry_at_once()) == (None, False)
+def test_without_a_retry_budget_the_number_of_retries_left_is_none() -> None:
+    controller = gate(retries={"floor": 0, "budget": 0})
+    assert (controller.retries_left, controller.retry_at_once()) == (None, False)
 
 
-async def test_who_gives_up_waiting_for_a_turn_keeps_none() -> None:
-    made = gate(retries={"floor": 1})
-    await made.retry_turn()
-    tasks = [asyncio.create_task(made.retry_turn()) for _ in range(3)]
+async def test_a_request_cancelled_while_waiting_for_a_retry_keeps_none() -> None:
+    controller = gate(retries={"floor": 1})
+    await controller.retry_turn()
+    tasks = [asyncio.create_task(controller.retry_turn()) for _ in range(3)]
     await turns()
-    made.give_back_turn()  # to the first, which is cancelled before it sees it
+    controller.give_back_turn()  # to the first waiter, which is cancelled before its task runs
     tasks[0].cancel()
     tasks[1].cancel()
     await turns()
     assert tasks[2].result()
-    made.give_back_turn()
-    assert made.retries_running == 0
+    controller.give_back_turn()
+    assert controller.retries_running == 0
 
 
-async def test_a_smaller_budget_forgets_nobody_who_waits() -> None:
-    """As requests leave the budget shrinks: a turn given back may be no turn any more, and the next one is."""
-    made = gate(retries={"floor": 1, "budget": 0.5})
-    place = made.room("main")
+async def test_a_shrinking_budget_grants_all_waiting_retries_in_the_end() -> None:
+    """The budget shrinks as requests end: a returned retry may not be available any more."""
+    controller = gate(retries={"floor": 1, "budget": 0.5})
+    place = controller.room("main")
     place.configure(WaitingRoom(), (candidate(0, 24),))
-    made.open(place)
+    controller.open(place)
     for _ in range(2):
         await place.enter(ask())
-    assert await made.retry_turn()
-    assert await made.retry_turn()
-    waiting = asyncio.create_task(made.retry_turn())
+    assert await controller.retry_turn()
+    assert await controller.retry_turn()
+    waiting = asyncio.create_task(controller.retry_turn())
     await turns()
     place.__exit__()
     place.__exit__()
-    made.give_back_turn()  # one of two, where only one is allowed now
+    controller.give_back_turn()  # one of two retries, and only one is allowed now
     await turns()
     assert not waiting.done()
-    made.give_back_turn()
+    controller.give_back_turn()
     await turns()
     assert waiting.result()
-    made.give_back_turn()
-    assert made.retries_running == 0
+    controller.give_back_turn()
+    assert controller.retries_running == 0
 
 
-async def test_a_gateway_that_stops_gives_nobody_a_turn_and_lets_nobody_wait_for_one() -> None:
-    made = gate(retries={"floor": 1})
-    assert await made.retry_turn()
-    waiting = asyncio.create_task(made.retry_turn())
+async def test_a_stopping_gateway_refuses_waiting_and_new_retries() -> None:
+    controller = gate(retries={"floor": 1})
+    assert await controller.retry_turn()
+    waiting = asyncio.create_task(controller.retry_turn())
     await turns()
-    made.end_retries()
+    controller.end_retries()
     await turns()
     assert not waiting.result()
-    made.give_back_turn()
-    assert not await made.retry_turn()
-    assert made.retries_running == 0
+    controller.give_back_turn()
+    assert not await controller.retry_turn()
+    assert controller.retries_running == 0
 
 
-async def test_a_crowd_that_leaves_as_a_place_comes_free_leaves_the_place_free() -> None:
-    made, _ = room(1, size=2000)
-    await made.enter(ask())
-    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(1500)]
+async def test_many_requests_cancelled_as_a_permit_is_freed_leave_it_free() -> None:
+    queue, _ = room(1, size=2000)
+    await queue.enter(ask())
+    tasks = [asyncio.create_task(queue.enter(ask())) for _ in range(1500)]
     await turns()
     for task in tasks:
         task.cancel()
-    made.__exit__()
+    queue.__exit__()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (made.in_flight, made.waiting) == (0, 0)
+    assert (queue.in_flight, queue.waiting) == (0, 0)
 
 
-async def test_one_who_overflows_into_a_full_room_sends_nobody_there_away() -> None:
-    made, _ = room(1, size=2)
-    await made.enter(ask())
-    tasks = [asyncio.create_task(made.enter(ask())) for _ in range(2)]
+async def test_a_fallback_into_a_full_queue_evicts_no_request() -> None:
+    queue, _ = room(1, size=2)
+    await queue.enter(ask())
+    tasks = [asyncio.create_task(queue.enter(ask())) for _ in range(2)]
     await turns()
     stranger = ask()
-    assert not made.enter_now(msgspec.structs.replace(stranger, request=Request("o", "model", "other", 1000, 100)))
+    assert not queue.enter_now(
+        msgspec.structs.replace(stranger, request=Request("o", "model", "other", 1000, 100))
+    )
     await turns()
-    assert ([task.done() for task in tasks], made.waiting) == ([False, False], 2)
+    assert ([task.done() for task in tasks], queue.waiting) == ([False, False], 2)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_body_that_nobody_can_need_again_takes_no_memory_while_its_answer_goes_on() -> None:
-    made = gate(limits={"body": "60B", "body_budget": "100B"})
+def test_the_memory_of_a_body_is_released_at_the_first_token() -> None:
+    controller = gate(limits={"body": "60B", "body_budget": "100B"})
     x = Exchange("r", Api.CHAT, "127.0.0.1", 0.0)
-    x.hold(made, 20)
-    x.hold(made, 60)
+    x.hold(controller, 20)
+    x.hold(controller, 60)
     x.first_token()
-    assert (made.body_bytes, x.body_bytes) == (0, 60)
-    made.hold(100)
+    assert (controller.body_bytes, x.body_bytes) == (0, 60)
+    controller.hold(100)
     x.let_go()
-    assert made.body_bytes == 100
+    assert controller.body_bytes == 100

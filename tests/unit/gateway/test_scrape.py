@@ -1,4 +1,4 @@
-"""Engines' /metrics as they write them (engines.md A.2), read to the same few facts."""
+"""The metrics of each engine (engines.md A.2) are parsed to the same values."""
 
 from __future__ import annotations
 
@@ -56,31 +56,46 @@ trtllm_kv_cache_max_blocks{engine_type="trtllm",model_name="llama"} 1000.0
         (EngineKind.TRTLLM, TRTLLM, Reading(3, 1, 0.125, 32_000, None)),
     ],
 )
-def test_each_engines_names_lead_to_the_same_facts(engine: EngineKind, text: bytes, reading: Reading) -> None:
+def test_the_metrics_of_each_engine_are_parsed_to_the_same_values(
+    engine: EngineKind, text: bytes, reading: Reading
+) -> None:
     assert read(text, engine) == reading
 
 
 @pytest.mark.parametrize("engine", list(EngineKind))
 @pytest.mark.parametrize(
-    "text", [b"", b"\n\n", b"<html>not metrics</html>", VLLM[:200], b"vllm:num_requests_running", b"\xff\xfe"]
+    "text",
+    [
+        b"",
+        b"\n\n",
+        b"<html>not metrics</html>",
+        VLLM[:200],
+        b"vllm:num_requests_running",
+        b"\xff\xfe",
+    ],
 )
-def test_what_is_not_told_is_none(engine: EngineKind, text: bytes) -> None:
+def test_a_missing_metric_is_none(engine: EngineKind, text: bytes) -> None:
     assert read(text, engine) == Reading(None, None, None, None, None)
 
 
-def test_a_value_that_is_no_number_is_not_told() -> None:
+def test_a_value_that_is_no_number_is_none() -> None:
     assert read(b"vllm:num_requests_running{} many\n", EngineKind.VLLM).running is None
 
 
 def test_a_metric_without_labels_counts() -> None:
-    assert read(b"vllm:num_requests_running 4\nvllm:num_requests_waiting 1.0\n", EngineKind.VLLM).running == 4
+    assert (
+        read(
+            b"vllm:num_requests_running 4\nvllm:num_requests_waiting 1.0\n", EngineKind.VLLM
+        ).running
+        == 4
+    )
 
 
-def test_a_text_cut_in_the_middle_is_read_as_far_as_it_goes() -> None:
+def test_a_truncated_text_is_parsed_as_far_as_it_goes() -> None:
     for length in range(len(VLLM)):
         read(VLLM[:length], EngineKind.VLLM)
 
 
-def test_values_that_are_no_numbers_are_passed_over() -> None:
+def test_samples_that_are_nan_are_ignored() -> None:
     text = b'vllm:num_requests_running{engine="0"} NaN\nvllm:num_requests_running{engine="1"} 3\n'
     assert read(text + b"vllm:kv_cache_usage_perc +Inf\n", EngineKind.VLLM).running == 3

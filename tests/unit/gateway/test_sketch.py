@@ -1,4 +1,4 @@
-"""Quantiles from sketches: within 2 % of the true ones, and the same however observations are split up."""
+"""Quantiles of sketches are within 2 % of the true ones, however observations are split."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ def test_quantiles_of_100k_samples_are_within_2_percent(name: str) -> None:
 
 
 @given(st.lists(seconds, min_size=1, max_size=50), st.floats(0.01, 1.0))
-def test_a_quantile_is_within_its_relative_error_of_an_observation(values: list[float], share: float) -> None:
-    assert quantile(sketch(values), share) == pytest.approx(exact(values, share), rel=RELATIVE_ERROR * 1.001)
+def test_a_quantile_is_within_its_relative_error_of_an_observation(
+    values: list[float], share: float
+) -> None:
+    assert quantile(sketch(values), share) == pytest.approx(
+        exact(values, share), rel=RELATIVE_ERROR * 1.001
+    )
 
 
 @given(seconds)
@@ -61,11 +65,13 @@ def test_merged_sketches_are_the_sketch_of_all_observations(parts: list[list[flo
 
 
 @given(st.lists(seconds, max_size=20), st.lists(seconds, max_size=20))
-def test_growth_is_the_sketch_of_what_came_since(old: list[float], new: list[float]) -> None:
+def test_the_difference_of_two_moments_is_the_sketch_of_the_observations_between(
+    old: list[float], new: list[float]
+) -> None:
     assert grown(sketch(old + new), sketch(old)) == sketch(new)
 
 
-def test_a_sketch_that_began_again_counts_from_nothing() -> None:
+def test_a_reset_sketch_counts_from_zero() -> None:
     assert grown({5: 1}, {5: 4, 6: 1}) == {5: 1}
 
 

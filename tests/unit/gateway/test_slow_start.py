@@ -1,4 +1,4 @@
-"""An endpoint that comes back is given fewer requests at once for a while; the clock is the caller's."""
+"""A returning endpoint gets fewer concurrent requests for a while."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from policies.model import NO_CEILING
 from tests.unit.gateway.reload.running import running
 
 
-async def test_one_that_was_out_begins_small_and_grows_with_every_sweep(tmp_path: Path) -> None:
+async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: Path) -> None:
     async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as made:
         table = made.app.gateway.endpoints
         live, other = table.all()
         table.happened(live, Event.CONNECT_FAILED)
         assert (live.load.available, live.load.ceiling) == (False, NO_CEILING)
-        live.health = msgspec.structs.replace(live.health, until=0.0)  # its time out is over
+        live.health = msgspec.structs.replace(live.health, until=0.0)  # its back-off is over
         table.happened(live, Event.PROBE_OK)
         assert (live.load.available, live.load.ceiling) == (True, 3)
         began = monotonic()
@@ -29,7 +29,7 @@ async def test_one_that_was_out_begins_small_and_grows_with_every_sweep(tmp_path
         assert other.load.ceiling == NO_CEILING
 
 
-async def test_one_that_an_operator_took_out_and_put_back_begins_small_too(tmp_path: Path) -> None:
+async def test_an_undrained_endpoint_starts_with_a_low_cap_too(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
         table = made.app.gateway.endpoints
         live = table.all()[0]

@@ -1,4 +1,4 @@
-"""The watcher reads what engines say to its end, however they write it."""
+"""The health checker reads complete responses and handles nonsensical ones."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def _in_pieces(*pieces: bytes) -> Handler:
 
 @asynccontextmanager
 async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adoption]]:
-    """An engine with these pieces of a metrics page, and the table when it was asked once."""
+    """Run an engine that serves these pieces as its metrics; return the table after one poll."""
     engine = web.Application()
     engine.router.add_get("/metrics", _in_pieces(*metrics))
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with TestServer(engine, host="127.0.0.1") as server:
-        config = from_engines([str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0).config
+        config = from_engines(
+            [str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0
+        ).config
         table = EndpointTable(
             config,
             Prefixes(b"s" * 32, 2**20, 512),
@@ -59,13 +61,13 @@ async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adop
         yield table, adoption
 
 
-async def test_an_engine_whose_numbers_make_no_sense_keeps_no_gateway_from_starting() -> None:
+async def test_nonsensical_engine_metrics_do_not_keep_a_gateway_from_starting() -> None:
     async with _looked_at(b"vllm:num_requests_running 1e308\n" * 2) as (table, _):
         (live,) = table.all()
         assert (live.load.running, live.load.available) == (None, True)
 
 
-async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
+async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
     padding = b"# HELP x y\n" * 20_000
     async with _looked_at(padding, padding, b"vllm:num_requests_running 7\n") as (table, adoption):
         (live,) = table.all()
@@ -82,15 +84,21 @@ async def test_long_pages_and_lists_in_pieces_are_read_to_their_end() -> None:
         ([0.6], [0.2], False),
         ([0.6, 0.6], [0.9, 0.2], False),  # the peer was busy at first
         ([0.2, 0.6], [0.2, 0.9], False),
-        ([0.2, 0.6, 0.6], [0.2, 0.9, 0.9], False),  # the second probe is compared with the peer's time in the first
+        (
+            [0.2, 0.6, 0.6],
+            [0.2, 0.9, 0.9],
+            False,
+        ),  # the peer's time in the first probe counts in the second
     ],
 )
-async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_for_once(
+async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
     own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with _looked_at(b"") as (table, adoption):
         (live,) = table.all()
-        peer = LiveEndpoint(live.endpoint, live.spec, live.load, live.upstream.patience, live.upstream.outbox)
+        peer = LiveEndpoint(
+            live.endpoint, live.spec, live.load, live.upstream.patience, live.upstream.outbox
+        )
         live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
         monkeypatch.setattr(type(table), "peer_of", lambda self, live: peer)
         times = {live: list(own_s), peer: list(peer_s)}
@@ -107,14 +115,14 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_for_once(
         assert found is returns
 
 
-async def test_one_who_leaves_is_suspected_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _looked_at(b"") as (table, adoption):
         (live,) = table.all()
         watcher = Watcher(adoption.config, table, lambda: None)
         await watcher.start()
         monkeypatch.setattr(watcher, "_probe", lambda live: asyncio.Event().wait())
         watcher.suspect(live)
-        (probe,) = watcher._suspected.values()
+        (probe,) = watcher._recoveries.values()
         live.leaving = True
         watcher.follow(adoption.config)
         await asyncio.wait([probe], timeout=5)

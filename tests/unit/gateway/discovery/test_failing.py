@@ -1,4 +1,4 @@
-"""A source that fails at what it was told begins anew; who was found stays."""
+"""A source that raises is started again, and its endpoints stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAITS = EndpointTraits()
 
 
 class Failing:
-    """It finds one more each time it begins, and then hears what it does not understand."""
+    """A source that yields one more endpoint at each start, and then raises."""
 
     begun = 0
 
@@ -33,7 +33,7 @@ class Failing:
         raise KeyError("metadata")
 
 
-async def test_a_source_that_fails_at_what_it_hears_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "AGAIN_S", 0.0)
     found: dict[str, Found] = {}
     thrice = asyncio.Event()
@@ -61,12 +61,14 @@ def slices(kind: str, *addresses: str) -> dict[str, object]:
         (("IPv6",), ["http://[fd00::1]:8000"]),
     ],
 )
-def test_a_pod_with_an_address_of_either_family_is_one_endpoint(kinds: tuple[str, ...], expected: list[str]) -> None:
+def test_a_pod_with_addresses_of_both_families_is_one_endpoint(
+    kinds: tuple[str, ...], expected: list[str]
+) -> None:
     source = Slices(Kubernetes(service="engines"), TRAITS, Random(1), Account("https://api"))
     known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
     source._slices = {kind: known[kind] for kind in kinds}
-    assert [each.url for each in source._found()] == expected
+    assert [each.url for each in source._endpoints()] == expected
 
 
-def test_a_name_that_no_file_can_have_is_one_that_is_not_there() -> None:
-    assert Listed(Path("a\0b"), TRAITS)._look() is None
+def test_an_invalid_path_counts_as_a_missing_file() -> None:
+    assert Listed(Path("a\0b"), TRAITS)._read() is None

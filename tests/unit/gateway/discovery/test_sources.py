@@ -1,4 +1,4 @@
-"""DNS, a file and Kubernetes as sources: what they say, and that they keep silent rather than fail."""
+"""The DNS, file and Kubernetes sources: what they yield, and that failures yield nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
 
 
 class Naps:
-    """Sleeps that a test ends, one by one; how long each would have been."""
+    """Stands in for asyncio.sleep: the test ends each sleep and sees its duration."""
 
     def __init__(self) -> None:
         self.asked_s: list[float] = []
@@ -40,7 +40,7 @@ def urls(found: Found) -> list[str]:
 
 
 async def first(source: Source, count: int) -> list[list[str]]:
-    """What it says until it has said so much."""
+    """Return the first results of a source."""
     said = []
     async with asyncio.timeout(PATIENCE_S):
         async for found in source.watch():
@@ -50,13 +50,17 @@ async def first(source: Source, count: int) -> list[list[str]]:
     return said
 
 
-def test_addresses_become_endpoints_in_one_order_with_what_is_said_of_all() -> None:
-    found = specs([("10.0.0.2", 8000), ("10.0.0.1", 8000), ("fd00::1", 8000), ("10.0.0.2", 8000)], TRAITS)
+def test_addresses_become_sorted_endpoints_with_the_shared_traits() -> None:
+    found = specs(
+        [("10.0.0.2", 8000), ("10.0.0.1", 8000), ("fd00::1", 8000), ("10.0.0.2", 8000)], TRAITS
+    )
     assert urls(found) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
-    assert {(each.max_concurrency, each.labels["gpu"], each.name) for each in found} == {(7, "h100", None)}
+    assert {(each.max_concurrency, each.labels["gpu"], each.name) for each in found} == {
+        (7, "h100", None)
+    }
 
 
-async def test_a_name_is_asked_again_and_whom_it_last_named_stay_when_nobody_answers() -> None:
+async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -> None:
     answers: list[Sequence[str] | OSError] = [
         ["10.0.0.1"],
         OSError("no such host"),
@@ -80,11 +84,13 @@ async def test_a_name_is_asked_again_and_whom_it_last_named_stay_when_nobody_ans
     assert len(set(naps.asked_s)) == 4
 
 
-async def test_the_systems_resolver_is_asked_unless_another_is_given() -> None:
-    assert await first(Dns("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [["http://127.0.0.1:9009"]]
+async def test_the_systems_resolver_is_the_default() -> None:
+    assert await first(Dns("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [
+        ["http://127.0.0.1:9009"]
+    ]
 
 
-async def test_a_file_is_followed_and_what_is_wrong_in_it_changes_nothing(tmp_path: Path) -> None:
+async def test_a_changed_file_is_read_and_an_invalid_one_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "engines.yaml"
     texts = [
         "- http://127.0.0.1:9001\n- {url: http://127.0.0.1:9002, max_concurrency: 3, name: two}\n",
@@ -118,7 +124,9 @@ async def test_a_file_is_followed_and_what_is_wrong_in_it_changes_nothing(tmp_pa
     ]
 
 
-async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "engines.yaml"
     file.write_text("- http://127.0.0.1:9001\n")
     naps = 0
@@ -136,14 +144,18 @@ async def test_a_file_that_goes_away_leaves_what_it_said(tmp_path: Path, caplog:
         async for found in Listed(file, TRAITS, nap).watch():
             said.append(urls(found))  # noqa: PERF401  # what was said before the end counts
     assert said == [["http://127.0.0.1:9001"]]
-    assert [f"{file} cannot be read, whom it last named stay" in line for line in caplog.messages] == [True]
+    assert [
+        f"{file} cannot be read; its last known endpoints stay" in line for line in caplog.messages
+    ] == [True]
 
 
 def piece(name: str, version: int, *addresses: str, **endpoint: Any) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "resourceVersion": str(version)},
         "ports": [{"name": "metrics", "port": 9090}, {"name": "http", "port": 8000}],
-        "endpoints": [{"addresses": [each], "conditions": {"ready": True}, **endpoint} for each in addresses],
+        "endpoints": [
+            {"addresses": [each], "conditions": {"ready": True}, **endpoint} for each in addresses
+        ],
     }
 
 
@@ -151,7 +163,7 @@ Script = Callable[[web.StreamResponse], Awaitable[None]]
 
 
 class Server:
-    """As much of an API server as endpointslices need: it plays watches as scripted, one after the other."""
+    """A minimal API server for EndpointSlices that plays scripted watches, one after another."""
 
     def __init__(self) -> None:
         self.lists: list[dict[str, Any]] = []
@@ -188,13 +200,17 @@ async def api(folder: Path) -> AsyncIterator[tuple[Server, Slices, Naps]]:
     (folder / "namespace").write_text("models\n")
     account = Account(f"http://127.0.0.1:{runner.addresses[0][1]}", folder)
     try:
-        yield server, Slices(Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps), naps
+        yield (
+            server,
+            Slices(Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps),
+            naps,
+        )
     finally:
         await runner.cleanup()
 
 
 def says(*events: dict[str, Any]) -> Script:
-    """These events, and then the watch ends as the API server ends it."""
+    """Send these events, then end the watch as the API server does."""
 
     async def play(answer: web.StreamResponse) -> None:
         for event in events:
@@ -204,7 +220,7 @@ def says(*events: dict[str, Any]) -> Script:
 
 
 async def breaks(answer: web.StreamResponse) -> None:
-    """In the middle of a line."""
+    """Break the connection in the middle of a line."""
     await answer.write(b'{"type": "MODIFIED", "obj')
     assert answer._req is not None
     assert answer._req.transport is not None
@@ -215,13 +231,18 @@ def event(kind: str, told: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, "object": told}
 
 
-async def test_slices_are_listed_and_then_followed_by_a_watch(tmp_path: Path) -> None:
+async def test_slices_are_listed_and_then_watched(tmp_path: Path) -> None:
     async with api(tmp_path) as (server, source, _):
-        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}]
+        server.lists = [
+            {"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}
+        ]
         unready = piece("b", 7, "10.0.0.8", conditions={"ready": False})
         server.watches = [
             says(event("ADDED", piece("b", 6, "10.0.0.2")), event("MODIFIED", unready)),
-            says(event("BOOKMARK", {"metadata": {"resourceVersion": "9"}}), event("DELETED", piece("a", 10))),
+            says(
+                event("BOOKMARK", {"metadata": {"resourceVersion": "9"}}),
+                event("DELETED", piece("a", 10)),
+            ),
         ]
         assert await first(source, 4) == [
             ["http://10.0.0.1:8000"],
@@ -233,63 +254,90 @@ async def test_slices_are_listed_and_then_followed_by_a_watch(tmp_path: Path) ->
         assert set(server.tokens) == {"Bearer the-token"}
 
 
-async def test_a_watch_that_came_too_late_begins_with_a_list_again(tmp_path: Path) -> None:
+async def test_an_expired_watch_lists_again(tmp_path: Path) -> None:
     async with api(tmp_path) as (server, source, naps):
         server.lists = [
-            {"metadata": {"resourceVersion": str(at)}, "items": [piece("a", at, f"10.0.0.{at}")]} for at in (1, 2, 3)
+            {"metadata": {"resourceVersion": str(at)}, "items": [piece("a", at, f"10.0.0.{at}")]}
+            for at in (1, 2, 3)
         ]
         server.watches = [says(event("ERROR", {"code": 410})), 410]
         said = await first(source, 3)
-        assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.2:8000"], ["http://10.0.0.3:8000"]]
-        assert len(naps.asked_s) == 2  # two lists in a row without a word between them: not in a hurry
+        assert said == [
+            ["http://10.0.0.1:8000"],
+            ["http://10.0.0.2:8000"],
+            ["http://10.0.0.3:8000"],
+        ]
+        assert len(naps.asked_s) == 2  # two lists in a row without an event: back-off applies
 
 
-async def test_a_connection_that_breaks_loses_nobody_and_the_watch_goes_on_from_where_it_was(tmp_path: Path) -> None:
+async def test_a_broken_watch_keeps_the_endpoints_and_resumes_at_its_version(
+    tmp_path: Path,
+) -> None:
     async with api(tmp_path) as (server, source, naps):
-        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}] * 2
+        server.lists = [
+            {"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}
+        ] * 2
         server.watches = [breaks, 500, breaks, says(event("ADDED", piece("b", 6, "10.0.0.2")))]
         said = await first(source, 2)
         assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
-        assert [each.get("resourceVersion") for each in server.asked] == [None, "5", "5", None, "5", "5"]
-        assert [most / 2 <= each <= most for each, most in zip(naps.asked_s, (0.5, 1.0, 2.0), strict=True)] == [
-            True
-        ] * 3
+        assert [each.get("resourceVersion") for each in server.asked] == [
+            None,
+            "5",
+            "5",
+            None,
+            "5",
+            "5",
+        ]
+        assert [
+            most / 2 <= each <= most
+            for each, most in zip(naps.asked_s, (0.5, 1.0, 2.0), strict=True)
+        ] == [True] * 3
 
 
-async def test_an_api_server_that_fails_is_told_of_once_until_it_is_heard_again(
+async def test_a_failing_api_server_is_logged_once_per_outage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with api(tmp_path) as (server, source, _):
-        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}] * 2
+        server.lists = [
+            {"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}
+        ] * 2
         server.watches = [500, 500, 500, says(event("ADDED", piece("b", 6, "10.0.0.2")))]
         server.watches += [503, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
-        server.lists.append({"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]})
+        server.lists.append(
+            {"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]}
+        )
         assert [len(said) for said in await first(source, 4)] == [1, 2, 1, 2]
-        assert [line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")] == [
-            f"EndpointSlices of engines: the API server answers {status}; whom they last named stay"
+        assert [
+            line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")
+        ] == [
+            f"EndpointSlices of engines: the API server answers {status}; the last known endpoints stay"
             for status in (500, 503)
         ]
 
 
-async def test_a_watch_that_is_heard_and_ends_with_an_error_is_told_of_anew(
+async def test_a_watch_that_fails_after_an_event_is_logged_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with api(tmp_path) as (server, source, _):
-        server.lists = [{"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}]
+        server.lists = [
+            {"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}
+        ]
         heard = says(event("ADDED", piece("b", 6, "10.0.0.2")), event("ERROR", {"code": 500}))
         server.watches = [503, heard, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
         assert [len(said) for said in await first(source, 3)] == [1, 2, 3]
-        assert [line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")] == [
+        assert [
+            line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")
+        ] == [
             "EndpointSlices of engines: the API server answers 503",
             "EndpointSlices of engines: the watch was ended with 500",
         ]
 
 
 @pytest.mark.parametrize("refusal", [504, says(event("ERROR", {"code": 500}))])
-async def test_a_version_that_the_server_does_not_know_is_not_asked_for_for_ever(
+async def test_a_version_unknown_to_the_server_leads_to_a_new_list(
     tmp_path: Path, refusal: Script | int
 ) -> None:
-    """As of one that was restored from a backup, whose versions count from further back."""
+    """A server restored from a backup, whose versions are lower than before."""
     async with api(tmp_path) as (server, source, naps):
         server.lists = [
             {"metadata": {"resourceVersion": "9000"}, "items": [piece("a", 9000, "10.0.0.1")]},
@@ -297,5 +345,10 @@ async def test_a_version_that_the_server_does_not_know_is_not_asked_for_for_ever
         ]
         server.watches = [refusal, refusal]
         assert await first(source, 2) == [["http://10.0.0.1:8000"], ["http://10.0.0.2:8000"]]
-        assert [each.get("resourceVersion") for each in server.asked] == [None, "9000", "9000", None]
+        assert [each.get("resourceVersion") for each in server.asked] == [
+            None,
+            "9000",
+            "9000",
+            None,
+        ]
         assert len(naps.asked_s) == 2

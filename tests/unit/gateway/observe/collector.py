@@ -1,4 +1,4 @@
-"""A tiny OpenTelemetry collector: keeps the spans that it is sent, or answers what it is told to."""
+"""A minimal OpenTelemetry collector that stores spans, or answers with a given status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 
 
 class Collector:
-    """`url` for the configuration; `spans` as they came, each with its attributes as a plain mapping."""
+    """`url` for the configuration; `spans` as received, with attributes as a plain mapping."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -32,19 +32,21 @@ class Collector:
             for group in (await request.json())["resourceSpans"]:
                 self.resources.append(_plain(group["resource"]["attributes"]))
                 for scope in group["scopeSpans"]:
-                    self.spans += [each | {"attributes": _plain(each["attributes"])} for each in scope["spans"]]
+                    self.spans += [
+                        each | {"attributes": _plain(each["attributes"])} for each in scope["spans"]
+                    ]
         self._came.set()
         return web.json_response({}, status=self.answer)
 
     async def heard(self, spans: int, within_s: float = 10.0) -> None:
-        """Wait until so many spans have come."""
+        """Wait until this many spans have arrived."""
         async with asyncio.timeout(within_s):
             while len(self.spans) < spans:
                 self._came.clear()
                 await self._came.wait()
 
     def tree(self) -> dict[str, Any]:
-        """The newest trace: names nested, children in order of their beginning."""
+        """Return the newest trace: names nested, children in order of their start."""
         trace = self.spans[-1]["traceId"]
         mine = [each for each in self.spans if each["traceId"] == trace]
         ids = {each["spanId"] for each in mine}
@@ -52,14 +54,17 @@ class Collector:
         return {root["name"]: _below(root, mine)}
 
     def named(self, name: str) -> dict[str, Any]:
-        """The newest span of that name."""
+        """Return the newest span with that name."""
         return next(each for each in reversed(self.spans) if each["name"].split()[0] == name)
 
 
 def _below(parent: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, Any]:
     own = [each for each in spans if each.get("parentSpanId") == parent["spanId"]]
     assert all(int(each["startTimeUnixNano"]) <= int(each["endTimeUnixNano"]) for each in own)
-    return {each["name"]: _below(each, spans) for each in sorted(own, key=lambda each: int(each["startTimeUnixNano"]))}
+    return {
+        each["name"]: _below(each, spans)
+        for each in sorted(own, key=lambda each: int(each["startTimeUnixNano"]))
+    }
 
 
 def _plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def _plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def collector() -> AsyncIterator[Collector]:
-    """One that listens until the block is left."""
+    """Run a collector until the block is left."""
     kept = Collector()
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/v1/traces", kept.take)

@@ -1,4 +1,4 @@
-"""Boards, rules and runbooks are what the catalogue says: complete, well-formed, and each with its page."""
+"""Dashboards, rules and runbooks match the catalogue and are complete."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     assert families() <= asked_for
 
 
-def test_no_query_asks_for_what_the_catalogue_does_not_have() -> None:
+def test_every_series_of_a_query_is_in_the_catalogue() -> None:
     labels = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
@@ -79,12 +79,17 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
         taken |= cells
         if panel["type"] != "row":
             assert panel["type"] in ("timeseries", "stat")
-            assert [target["refId"] for target in panel["targets"]] == list("ABCDEFG"[: len(panel["targets"])])
-            assert all(target["expr"] and target["datasource"] == panel["datasource"] for target in panel["targets"])
+            assert [target["refId"] for target in panel["targets"]] == list(
+                "ABCDEFG"[: len(panel["targets"])]
+            )
+            assert all(
+                target["expr"] and target["datasource"] == panel["datasource"]
+                for target in panel["targets"]
+            )
 
 
 @pytest.mark.parametrize("alert", rules.names())
-def test_every_alert_has_a_page_that_says_what_to_do(alert: str) -> None:
+def test_every_alert_has_a_runbook(alert: str) -> None:
     text = (RUNBOOKS / f"{alert}.md").read_text()
     assert text.startswith(f"# {alert}\n")
     places = [text.index(part) for part in PARTS]
@@ -92,10 +97,14 @@ def test_every_alert_has_a_page_that_says_what_to_do(alert: str) -> None:
     assert all(len(part.split()) >= 15 for part in text.split("## ")[1:]), "half a page, not a line"
 
 
-def test_every_page_belongs_to_an_alert_and_every_metric_it_names_exists() -> None:
+def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
     for path in RUNBOOKS.glob("*.md"):
-        for each in asked(" ".join(part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_"))):
+        for each in asked(
+            " ".join(
+                part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
+            )
+        ):
             if each.name.startswith("penstock_"):
                 assert family_of(each.name) in families() | known(), f"{path.name}: {each.name}"
 
@@ -106,7 +115,10 @@ def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runboo
     assert {rule["alert"] for rule in alerts} == set(rules.names())
     assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
     for rule in alerts:
-        assert rule["annotations"]["runbook_url"] == f"https://runbooks.example/penstock/{rule['alert']}.md"
+        assert (
+            rule["annotations"]["runbook_url"]
+            == f"https://runbooks.example/penstock/{rule['alert']}.md"
+        )
         assert rule["labels"]["severity"] in ("page", "ticket")
     ttft = next(rule for rule in alerts if rule["alert"] == "PenstockTtftBurn")
     assert ttft["expr"] == (
@@ -114,23 +126,29 @@ def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runboo
     )
 
 
-def test_every_alert_is_tried_both_ways() -> None:
+def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
     tests = YAML(typ="safe").load(rules.trials())["tests"]
     fired = {test["alert_rule_test"][0]["alertname"]: [] for test in tests}
     for test in tests:
-        fired[test["alert_rule_test"][0]["alertname"]].append(bool(test["alert_rule_test"][0]["exp_alerts"]))
+        fired[test["alert_rule_test"][0]["alertname"]].append(
+            bool(test["alert_rule_test"][0]["exp_alerts"])
+        )
     assert set(fired) == set(rules.names())
     assert all({True, False} == set(both) for both in fired.values())
     assert len({alert.name for alert in ALERTS}) == len(ALERTS)
 
 
-def test_the_command_writes_all_files_with_the_runbooks_it_is_given(
+def test_the_command_writes_all_files_with_the_given_runbook_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["observe", "--into", str(tmp_path), "--runbooks", "https://wiki.example"])
+    monkeypatch.setattr(
+        "sys.argv", ["observe", "--into", str(tmp_path), "--runbooks", "https://wiki.example"]
+    )
     main()
     written = {
-        path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()
+        path.relative_to(tmp_path).as_posix(): path.read_text()
+        for path in tmp_path.rglob("*.*")
+        if path.is_file()
     }
     assert written == dict(files("https://wiki.example"))
 
@@ -139,13 +157,16 @@ NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True).filter(
     lambda name: name not in ("and", "or", "inf", "nan")
 )
 LABELS = st.dictionaries(
-    st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True), st.text(alphabet="ab ~|{}(),=", max_size=6)
+    st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True),
+    st.text(alphabet="ab ~|{}(),=", max_size=6),
 )
 
 
 @given(NAMES, LABELS)
-def test_what_a_selector_asks_for_is_read_back(name: str, matchers: dict[str, str]) -> None:
-    query = f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
+def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]) -> None:
+    query = (
+        f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
+    )
     assert set(asked(query)) == {
         type(asked(query)[0])(name, frozenset(matchers)),
         type(asked(query)[0])(name, frozenset()),
@@ -154,7 +175,7 @@ def test_what_a_selector_asks_for_is_read_back(name: str, matchers: dict[str, st
 
 
 def variables(query: str) -> dict[str, set[str]]:
-    """Of every series of the query, the variables that it is limited by."""
+    """Return the variables by which each series of the query is filtered."""
     found = {}
     for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
         found[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
@@ -162,7 +183,7 @@ def variables(query: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("path", BOARD_FILES)
-def test_every_series_of_a_board_is_of_the_jobs_namespaces_pools_and_models_that_are_chosen(path: str) -> None:
+def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None:
     board: dict[str, Any] = json.loads(files()[path])
     exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
     chosen = {"job", "namespace", "pool", "model"}
@@ -177,7 +198,9 @@ def test_every_series_of_a_board_is_of_the_jobs_namespaces_pools_and_models_that
 
 
 def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label_too() -> None:
-    query = filtered('sum (rate(penstock_x{a="b"}[$__rate_interval])) + penstock_y', lambda name: {"job", "pool"})
+    query = filtered(
+        'sum (rate(penstock_x{a="b"}[$__rate_interval])) + penstock_y', lambda name: {"job", "pool"}
+    )
     assert query == (
         'sum (rate(penstock_x{a="b", job=~"$job", pool=~"$pool"}[$__rate_interval])) '
         '+ penstock_y{job=~"$job", pool=~"$pool"}'
@@ -187,18 +210,27 @@ def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label
     )
 
 
-def test_panels_have_titles_for_people_and_a_family_has_at_most_one_made_panel() -> None:
+def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> None:
     titles = [
-        panel.title for spec in BOARDS for row in completed(spec, Metrics().catalogue()).values() for panel in row
+        panel.title
+        for spec in BOARDS
+        for row in completed(spec, Metrics().catalogue()).values()
+        for panel in row
     ]
     assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)
-    assert not [title for title in titles if re.search(r"_|\b(P > D|leg|regret|blind|itl|e2e)\b", title)]
+    assert not [
+        title for title in titles if re.search(r"_|\b(P > D|leg|regret|blind|itl|e2e)\b", title)
+    ]
     assert len(set(TITLES.values())) == len(TITLES)
     assert TITLES.keys() <= families()
 
 
-def test_every_alert_says_of_which_job_and_namespace_it_is() -> None:
-    everywhere = {"PenstockAbsent", "PenstockDown", "PenstockRedisDegraded"}  # no target; labels of the series itself
+def test_every_alert_has_a_job_and_a_namespace() -> None:
+    everywhere = {
+        "PenstockAbsent",
+        "PenstockDown",
+        "PenstockRedisDegraded",
+    }  # no target; labels of the series itself
     for alert in ALERTS:
         if alert.name not in everywhere:
             assert {"job", "namespace"} <= grouped(alert.value), alert.name
@@ -218,15 +250,18 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
         assert all(isinstance(label, Label) for label in spec.labels)
 
 
-def test_retries_are_called_used_up_only_while_there_are_requests() -> None:
-    """A share of nothing and a floor of 0 leave none: that is a quiet gateway."""
+def test_the_retry_budget_alert_needs_requests() -> None:
+    """An idle gateway with a floor of 0 has no retries left, which is no problem."""
     (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
-    assert alert.rule.endswith(" == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0")
+    assert alert.rule.endswith(
+        " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
+    )
     assert alert.besides in queries().values()
 
 
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
-    """Two jobs that scrape one gateway give every series twice: a pairing would be refused by Prometheus."""
+    """Two jobs that scrape one gateway duplicate its series, and Prometheus refuses to pair them.
+    """
     each_one = "(job, namespace, instance, pool, endpoint)"
     paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
     assert len(paired) == 2

@@ -1,4 +1,4 @@
-"""What an endpoint's gauges tell is this gateway's own part: summed over gateways they are the fleet's."""
+"""An endpoint's gauges show this gateway's part, so their sum over gateways is the fleet's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from policies.health import State
 from policies.model import EndpointLoad
 
 
-def test_tokens_that_other_gateways_booked_are_told_by_them_alone() -> None:
+def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
     load = EndpointLoad(slot=0)
     load.prefill_tokens, load.decode_tokens = 700, 50
-    assert foreign(load, b"another", Share(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0)
+    assert foreign(
+        load, b"another", Share(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0
+    )
     assert (load.prefill_tokens, load.decode_tokens) == (1000, 70)
     metrics = Metrics()
     metrics.inside.follow(

@@ -1,7 +1,6 @@
-"""Every metric and label that a board or a rule asks for is in the scrape of a gateway with a little of everything.
+"""Every metric and label of a dashboard or rule is in the scrape of a gateway with mixed traffic.
 
-Two gateways: one with groups of which one is ill and a full waiting room, one that splits. `make observe` asks the real
-Prometheus for data.
+Generated panels are exempt.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 from tests.fair_time import PATIENCE_S
 
 GIVEN = frozenset({"instance", "job", "namespace"})
-"""Labels that Prometheus puts to every series."""
+"""Labels that Prometheus adds to every series."""
 
 WITHOUT_A_CHILD = {
     "penstock_split_leases_given_up_total": "no client that left at the wrong moment",
     "penstock_tls_certificate_not_after_timestamp_seconds": "no listener with TLS",
 }
-"""Families in queries by hand whose labels this traffic does not bring forth; their names are there all the same."""
+"""Families of handwritten queries that this traffic gives no children; only names are checked."""
 
 Seen = dict[str, set[str]]
 
 
 def note(page: str, seen: Seen) -> None:
-    """Names and labels of a scrape; of a family without children its name."""
+    """Return the names and labels of a scrape; a family without children has no labels."""
     for family in text_string_to_metric_families(page):
         seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
         for sample in family.samples:
@@ -46,18 +45,22 @@ async def scraped(home: House | SplitHouse, seen: Seen) -> None:
 
 
 async def a_little_of_everything(home: House) -> None:
-    """Answers, retries, an ejection, a shed, a client that leaves, a configuration that is refused."""
+    """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
         last = await home.ask()
-    favourite = next(each for each in home.groups if each.url.endswith(last.headers["x-penstock-endpoint"]))
+    favourite = next(
+        each for each in home.groups if each.url.endswith(last.headers["x-penstock-endpoint"])
+    )
     favourite.faults.set("5xx")
     for _ in range(8):
         await home.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_upstream_errors_total"):  # the last answer may have been the other's by chance
+        while not home.metric(
+            "penstock_upstream_errors_total"
+        ):  # the last request may have gone to the other endpoint
             await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
     for member in home.groups:
         member.faults.set("stall")
@@ -75,7 +78,7 @@ async def a_little_of_everything(home: House) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_every_query_asks_for_what_a_scrape_has() -> None:
+async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     seen: Seen = defaultdict(set)
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with house(2, concurrency=2, pool=room) as home:
@@ -91,10 +94,16 @@ async def test_every_query_asks_for_what_a_scrape_has() -> None:
         names = {each.name for each in asked(query)}
         families = names if query in by_hand() else {family_of(name) for name in names}
         assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
-        excused = WITHOUT_A_CHILD.keys() if query in by_hand() else {name for name in names if not seen.get(name)}
+        excused = (
+            WITHOUT_A_CHILD.keys()
+            if query in by_hand()
+            else {name for name in names if not seen.get(name)}
+        )
         for each in asked(query):
             if each.name not in excused:
-                assert each.labels <= seen[each.name] | GIVEN, f"{where}: {each.labels - seen[each.name]}"
+                assert each.labels <= seen[each.name] | GIVEN, (
+                    f"{where}: {each.labels - seen[each.name]}"
+                )
         if not names & excused:
             assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
     for name in WITHOUT_A_CHILD:
@@ -102,7 +111,10 @@ async def test_every_query_asks_for_what_a_scrape_has() -> None:
 
 
 def by_hand() -> set[str]:
-    """Queries that somebody wrote. The others are made from the catalogue, label for label, and what they ask for need
-    not have happened yet."""
+    """Queries that somebody wrote.
+
+    The others are made from the catalogue, label for label, and what they ask for need not have
+    happened yet.
+    """
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}

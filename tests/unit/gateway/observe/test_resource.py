@@ -1,4 +1,4 @@
-"""The OpenTelemetry resource: unique for each process, and what the environment says comes first."""
+"""The OpenTelemetry resource: unique per process, and the environment has precedence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def named(env: dict[str, str]) -> dict[str, object]:
     return {each.key: next(iter(each.value.values())) for each in attributes(env)}
 
 
-def test_each_process_has_an_instance_id_of_its_own() -> None:
+def test_each_process_has_its_own_instance_id() -> None:
     one, other = named({}), named({})
     assert one["service.instance.id"] != other["service.instance.id"]
     assert (one["service.name"], one["service.version"]) == ("penstock", own_version())
@@ -31,7 +31,12 @@ def test_the_environment_adds_attributes_and_replaces_the_gateways_own() -> None
     assert found["k8s.pod.name"] == "gw-0"
     assert found["team"] == "a,b c"
     assert (found["service.instance.id"], found["service.name"]) == ("gw-0", "router")
-    assert named({"OTEL_RESOURCE_ATTRIBUTES": "service.name=x", "OTEL_SERVICE_NAME": ""})["service.name"] == "x"
+    assert (
+        named({"OTEL_RESOURCE_ATTRIBUTES": "service.name=x", "OTEL_SERVICE_NAME": ""})[
+            "service.name"
+        ]
+        == "x"
+    )
 
 
 @pytest.mark.parametrize("value", ["team", "a=1,=2", "a=1,team"])

@@ -1,4 +1,4 @@
-"""No secret gets out: canaries in every place that has one, and a look at everything the gateway says to anybody."""
+"""No secret leaves the gateway: each one is a canary value, searched for in all output."""
 
 from __future__ import annotations
 
@@ -43,16 +43,21 @@ pools: {{main: {{endpoints: [{{url: "{url}", api_key: "{engine}"}}]}}}}
 
 
 def taken(home: House, traces: str) -> str:
-    """A good configuration with every secret written into it, which nobody should do."""
+    """Return a valid configuration that contains every secret in clear text."""
     keys = {name: CANARIES[f"{what} key"] for name, what in WHOSE.items()}
     return TAKEN.format(url=home.groups[0].url, traces=traces, **keys)
 
 
-WHOSE = {"tenant": "a tenant's", "admin": "the admin's", "collector": "the collector's", "engine": "an engine's"}
+WHOSE = {
+    "tenant": "a tenant's",
+    "admin": "the admin's",
+    "collector": "the collector's",
+    "engine": "an engine's",
+}
 
 
 async def said(http: aiohttp.ClientSession, url: str, accept: str) -> str:
-    """What one page says, of an endless one its beginning."""
+    """Return a page; of an endless one, its beginning."""
     text = ""
     try:
         async with asyncio.timeout(LOOK_S), http.get(url, headers={"Accept": accept}) as answer:
@@ -64,13 +69,16 @@ async def said(http: aiohttp.ClientSession, url: str, accept: str) -> str:
 
 
 async def every_page(home: House) -> dict[str, str]:
-    """Everything that the admin server can be asked for, in both formats."""
+    """Return all GET pages of the admin server, in both formats."""
     server = next(runner.app for runner in home.app._runners if _paths(runner.app) & {"/metrics"})  # type: ignore[attr-defined]
     pages = {
-        f"{path} as {accept}": path for path in _paths(server) for accept in ("*/*", "application/openmetrics-text")
+        f"{path} as {accept}": path
+        for path in _paths(server)
+        for accept in ("*/*", "application/openmetrics-text")
     }
     return {
-        name: await said(home.http, home.app.admin_url + path, name.split(" as ")[1]) for name, path in pages.items()
+        name: await said(home.http, home.app.admin_url + path, name.split(" as ")[1])
+        for name, path in pages.items()
     }
 
 
@@ -78,19 +86,29 @@ def _paths(app: aiohttp.web.Application) -> set[str]:
     return {
         route.resource.canonical
         for route in app.router.routes()
-        if route.method == "GET" and route.resource is not None and "{" not in route.resource.canonical
+        if route.method == "GET"
+        and route.resource is not None
+        and "{" not in route.resource.canonical
     }
 
 
 async def ask(home: House, key: str, **headers: str) -> tuple[str, str]:
-    """The request's id and all that its client is told."""
-    body = {"model": "demo-8b", "max_tokens": 4, "messages": [{"role": "user", "content": CANARIES["a prompt"]}]}
+    """Send a request; return its id and the whole response."""
+    body = {
+        "model": "demo-8b",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": CANARIES["a prompt"]}],
+    }
     sent = {"Authorization": f"Bearer {key}", "Cookie": f"a={CANARIES['a cookie']}"} | headers
-    async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body, headers=sent) as answer:
-        return answer.headers.get("x-request-id", ""), f"{dict(answer.headers)} {await answer.text()}"
+    async with home.http.post(
+        f"{home.app.url}/v1/chat/completions", json=body, headers=sent
+    ) as answer:
+        return answer.headers.get(
+            "x-request-id", ""
+        ), f"{dict(answer.headers)} {await answer.text()}"
 
 
-async def test_no_canary_is_in_anything_that_the_gateway_says(
+async def test_no_secret_appears_in_any_output_of_the_gateway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "FLUSH_S", 0.01)
@@ -98,7 +116,11 @@ async def test_no_canary_is_in_anything_that_the_gateway_says(
     log, heard = tmp_path / "access.log", {}
     async with collector() as there:
         seen = {"access_log": str(log), "access_blocks": True, "tenants": True}
-        seen["traces"] = {"endpoint": there.url, "ratio": 1.0, "key": CANARIES["the collector's key"]}
+        seen["traces"] = {
+            "endpoint": there.url,
+            "ratio": 1.0,
+            "key": CANARIES["the collector's key"],
+        }
         async with house(
             1,
             tenants=[{"name": "acme", "key": CANARIES["a tenant's key"]}],
@@ -111,19 +133,29 @@ async def test_no_canary_is_in_anything_that_the_gateway_says(
             offered = OFFERED.format(key=CANARIES["a key in an offered configuration"]).encode()
             right = CANARIES["the admin's key"]
             admin = {"Authorization": f"Bearer {right}"}
-            for authorization in (admin, {"Authorization": f"Bearer {CANARIES['a key that nobody has']}"}, {}):
-                async with home.http.put(home.app.admin_url + "/config", data=offered, headers=authorization) as answer:
+            for authorization in (
+                admin,
+                {"Authorization": f"Bearer {CANARIES['a key that nobody has']}"},
+                {},
+            ):
+                async with home.http.put(
+                    home.app.admin_url + "/config", data=offered, headers=authorization
+                ) as answer:
                     heard[f"an offered configuration, {answer.status}"] = await answer.text()
             async with home.http.put(
                 home.app.admin_url + "/config", data=taken(home, there.url), headers=admin
             ) as answer:
                 heard["a configuration that was taken over"] = await answer.text()
                 assert answer.status == 200, heard["a configuration that was taken over"]
-            assert home.app.gateway.endpoints.all()[0].key_header == {"Authorization": f"Bearer {CANARIES[ENGINES]}"}
+            assert home.app.gateway.endpoints.all()[0].key_header == {
+                "Authorization": f"Bearer {CANARIES[ENGINES]}"
+            }
             served, heard["another answer"] = await ask(home, CANARIES["a tenant's key"])
             await there.heard(15)
             heard |= await every_page(home)
-            heard["/explain"] = await said(home.http, f"{home.app.admin_url}/explain/{served}", "*/*")
+            heard["/explain"] = await said(
+                home.http, f"{home.app.admin_url}/explain/{served}", "*/*"
+            )
         heard["traces"] = "".join(there.bodies)
     heard["the access log"], heard["the log"] = log.read_text(), caplog.text
     assert "acme" in heard["the access log"], "it looked at the right file"

@@ -1,4 +1,4 @@
-"""A traced request is one tree of spans at the collector, and its context reaches every engine that works for it."""
+"""A traced request is one tree of spans, and its context reaches every engine that serves it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The heads of all requests to engines."""
+    """Return the headers of all requests to engines."""
     heads: list[str] = []
     carry = Connection.carry
 
@@ -56,7 +56,7 @@ def seen(there: Collector, log: str = "off", **more: object) -> dict[str, object
     return {"access_log": log, "traces": {"endpoint": there.url, "ratio": 1.0} | more}
 
 
-def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() -> None:
+def test_spans_have_predicted_and_actual_times_and_unix_time_stamps() -> None:
     relay = Relay(b"")
     relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
     x = Exchange("req_1", Api.CHAT, "client", 0.5)
@@ -64,11 +64,13 @@ def test_what_was_predicted_stands_beside_what_came_and_times_are_unix_time() ->
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
     x.ttft_s, x.tpot_s, x.predicted_ttft_s, x.predicted_tpot_s = 1.0, 0.1, 0.8, 0.09
     trace = Trace(ID, SPAN, "", "", [TraceLeg("whole", "a", "e" * 16, 1.4)])
-    spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, zero=1_000_000.0)}
+    spans = {each.name.split()[0]: each for each in tree(x, trace, 3.5, unix_offset=1_000_000.0)}
     shown = {each.key: each.value.get("doubleValue") for each in spans["chat"].attributes}
     names = (genai.PREDICTED_TTFT, genai.TTFT, genai.PREDICTED_TPOT, genai.TPOT)
     assert [shown[name] for name in names] == [0.8, 1.0, 0.09, 0.1]
-    times = {name: (each.start_time_unix_nano, each.end_time_unix_nano) for name, each in spans.items()}
+    times = {
+        name: (each.start_time_unix_nano, each.end_time_unix_nano) for name, each in spans.items()
+    }
     assert times["chat"] == ("1000000500000000", "1000003500000000")
     assert times["first_token"] == ("1000001400000000", "1000002000000000")
     assert times["decode"] == ("1000002000000000", "1000003000000000")
@@ -80,7 +82,12 @@ async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[
             assert (await home.ask(tokens=6)).fate == "ok"
         await there.heard(21)
         assert there.tree() == {
-            "chat demo-8b": {"admit": {}, "queue": {}, "pick": {}, "engine": {"first_token": {}, "decode": {}}}
+            "chat demo-8b": {
+                "admit": {},
+                "queue": {},
+                "pick": {},
+                "engine": {"first_token": {}, "decode": {}},
+            }
         }
         root, engine, pick = there.named("chat"), there.named("engine"), there.named("pick")
         told = root["attributes"]
@@ -90,14 +97,16 @@ async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[
         assert told[genai.KEPT] == "met"
         assert told[genai.TTFT] > 0
         assert pick["attributes"][genai.ENDPOINT] == engine["attributes"][genai.ENDPOINT]
-        ids = [(each["traceId"], each["spanId"]) for each in there.spans if each["name"] == "engine"]
+        ids = [
+            (each["traceId"], each["spanId"]) for each in there.spans if each["name"] == "engine"
+        ]
         assert contexts(sent) == [f"00-{trace}-{span}-01" for trace, span in ids]
         assert there.resources[0]["service.name"] == "penstock"
         assert UUID(there.resources[0]["service.instance.id"]).version == 4
     assert home.metric("penstock_trace_spans_total") == len(there.spans)
 
 
-async def test_an_answer_that_came_whole_tells_its_tokens() -> None:
+async def test_an_unstreamed_response_has_its_token_counts() -> None:
     async with collector() as there, house(1, observability=seen(there)) as home:
         assert (await home.ask(stream=False, tokens=6)).fate == "ok"
         await there.heard(7)
@@ -106,8 +115,13 @@ async def test_an_answer_that_came_whole_tells_its_tokens() -> None:
         assert told[genai.INPUT_TOKENS] > 0
 
 
-async def test_a_split_request_shows_both_legs_and_each_engine_gets_its_own(sent: list[str]) -> None:
-    async with collector() as there, split_house("vllm_nixl", groups=(1, 1), observability=seen(there)) as home:
+async def test_a_split_request_shows_both_legs_and_each_engine_gets_its_own(
+    sent: list[str],
+) -> None:
+    async with (
+        collector() as there,
+        split_house("vllm_nixl", groups=(1, 1), observability=seen(there)) as home,
+    ):
         await home.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
         await there.heard(9)
         below = {"transfer": {}, "first_token": {}, "decode": {}}
@@ -120,7 +134,7 @@ async def test_a_split_request_shows_both_legs_and_each_engine_gets_its_own(sent
         assert there.named("transfer")["attributes"][genai.TRANSPORT] == "inproc"
 
 
-async def test_a_second_try_is_a_second_leg_and_the_first_says_that_it_failed() -> None:
+async def test_a_retry_is_a_second_leg_and_the_first_one_is_marked_as_failed() -> None:
     async with collector() as there, house(2, observability=seen(there)) as home:
         home.groups[0].faults.set("5xx")
         for _ in range(2):
@@ -131,7 +145,9 @@ async def test_a_second_try_is_a_second_leg_and_the_first_says_that_it_failed() 
         assert there.named("chat").get("status", {}) == {}
 
 
-async def test_the_clients_word_decides_and_its_span_is_the_parent(sent: list[str]) -> None:
+async def test_the_clients_sampling_decision_counts_and_its_span_is_the_parent(
+    sent: list[str],
+) -> None:
     async with collector() as there, house(1, observability=seen(there, ratio=0.0)) as home:
         await ask_with(home, {})
         await ask_with(home, {"traceparent": UNSAMPLED})
@@ -144,7 +160,9 @@ async def test_the_clients_word_decides_and_its_span_is_the_parent(sent: list[st
         assert "\r\ntracestate: vendor=1\r\n" in sent[-1]
 
 
-async def test_without_a_collector_the_context_goes_through_to_the_engine(sent: list[str]) -> None:
+async def test_without_a_collector_the_trace_context_is_passed_to_the_engine(
+    sent: list[str],
+) -> None:
     async with house(1) as home:
         assert home.app.gateway.accounts.tracer is None
         await ask_with(home, {"traceparent": SAMPLED})
@@ -159,10 +177,14 @@ async def test_a_refusal_is_traced_with_its_reason() -> None:
             assert answer.status == 404
         await there.heard(1)
         told = there.named("chat")["attributes"]
-        assert (told[genai.STATUS], told[genai.OUTCOME], told[genai.ERROR]) == (404, "refused", "model_not_found")
+        assert (told[genai.STATUS], told[genai.OUTCOME], told[genai.ERROR]) == (
+            404,
+            "refused",
+            "model_not_found",
+        )
 
 
-async def test_a_collector_that_is_away_costs_no_request_anything_and_gets_what_comes_after() -> None:
+async def test_an_unreachable_collector_delays_no_request_and_gets_later_spans() -> None:
     async with collector() as there, house(1, observability=seen(there)) as home:
         there.answer = 503
         assert (await home.ask()).fate == "ok"
@@ -182,19 +204,22 @@ async def test_a_collector_that_is_away_costs_no_request_anything_and_gets_what_
     }
 
 
-async def test_a_full_queue_drops_what_comes_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_drops_and_counts_new_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "MOST_WAITING", 10)
     monkeypatch.setattr(export, "FLUSH_S", 60.0)
     async with collector() as there, house(1, observability=seen(there)) as home:
         for _ in range(5):
             assert (await home.ask()).fate == "ok"
-        assert len(home.app._tracer._waiting) == 14
+        assert len(home.app._tracer._queue) == 14
         assert home.metric("penstock_trace_spans_total") == 15
     assert len(there.spans) == 14, "the last ones had their chance when the gateway ended"
 
 
-async def test_the_collectors_key_is_sent_and_not_told() -> None:
-    async with collector() as there, house(1, observability=seen(there, key="canary-5f2e9c")) as home:
+async def test_the_collectors_key_is_sent_and_never_shown() -> None:
+    async with (
+        collector() as there,
+        house(1, observability=seen(there, key="canary-5f2e9c")) as home,
+    ):
         assert (await home.ask()).fate == "ok"
         await there.heard(7)
         assert there.authorizations[0] == "Bearer canary-5f2e9c"
@@ -204,21 +229,32 @@ async def test_the_collectors_key_is_sent_and_not_told() -> None:
 
 
 async def ask_with(home: House, headers: dict[str, str]) -> None:
-    body = {"model": "demo-8b", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
-    async with home.http.post(f"{home.app.url}/v1/chat/completions", json=body, headers=headers) as answer:
+    body = {
+        "model": "demo-8b",
+        "max_tokens": 4,
+        "stream": True,
+        "messages": [{"role": "user", "content": "x"}],
+    }
+    async with home.http.post(
+        f"{home.app.url}/v1/chat/completions", json=body, headers=headers
+    ) as answer:
         await answer.read()
         assert answer.status == 200
 
 
-async def test_a_scraper_that_wants_openmetrics_is_led_from_a_bucket_to_the_trace() -> None:
+async def test_openmetrics_exemplars_name_the_trace() -> None:
     async with collector() as there, house(1, observability=seen(there)) as home:
         assert (await home.ask()).fate == "ok"
         await there.heard(7)
-        accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        accept = {
+            "Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+        }
         async with home.http.get(home.app.admin_url + "/metrics", headers=accept) as answer:
             assert answer.content_type == "application/openmetrics-text"
             families = {family.name: family for family in openmetrics(await answer.text())}
-        marks = [each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar]
+        marks = [
+            each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar
+        ]
         told = there.named("chat")
         expected = {"request_id": told["attributes"][genai.REQUEST_ID], "trace_id": told["traceId"]}
         assert [mark.labels for mark in marks] == [expected]
@@ -231,7 +267,9 @@ async def test_the_access_line_and_the_explanation_name_the_trace(tmp_path: Path
     log = tmp_path / "access.log"
     async with collector() as there, house(1, observability=seen(there, str(log))) as home:
         answered = await home.ask()
-        (request_id,) = [value for name, value in answered.headers.items() if name.lower() == "x-request-id"]
+        (request_id,) = [
+            value for name, value in answered.headers.items() if name.lower() == "x-request-id"
+        ]
         async with home.http.get(f"{home.app.admin_url}/explain/{request_id}") as answer:
             explained = (await answer.json())["trace_id"]
         await there.heard(7)
@@ -258,7 +296,7 @@ async def test_a_reload_turns_traces_on_and_off() -> None:
 
 
 async def put(home: House, observability: str) -> None:
-    """Another configuration for the same endpoint; nothing of it may need a restart."""
+    """Return a changed configuration for the same endpoint that needs no restart."""
     pools = f"{{main: {{endpoints: [{{url: '{home.groups[0].url}', max_concurrency: 24}}]}}}}"
     listeners = "{api: {port: 0}, admin: {port: 0}}"
     text = f"version: 1\nlisteners: {listeners}\npools: {pools}\nobservability: {observability}\n"

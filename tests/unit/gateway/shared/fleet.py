@@ -1,4 +1,4 @@
-"""Several gateways' views on a table without a network: what one flushes the others take, on a test's clock."""
+"""Several gateways' views without a network, on the test's clock."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ BLOCK_BYTES = 64
 
 
 class Gateway:
-    """One gateway's table, rooms and view."""
+    """One gateway's endpoint table, admission and view."""
 
-    def __init__(self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()) -> None:
-        endpoints = [{"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8} for url in ("http://a:1", "http://b:1")]
-        pool = {"policy": "prefix_aware", "admission": "priced" if tenants else "cap", "endpoints": endpoints}
-        self.config = Config.model_validate({"version": 1, "pools": {"main": pool}, "tenants": tenants})
+    def __init__(
+        self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()
+    ) -> None:
+        endpoints = [
+            {"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8}
+            for url in ("http://a:1", "http://b:1")
+        ]
+        pool = {
+            "policy": "prefix_aware",
+            "admission": "priced" if tenants else "cap",
+            "endpoints": endpoints,
+        }
+        self.config = Config.model_validate(
+            {"version": 1, "pools": {"main": pool}, "tenants": tenants}
+        )
         self.metrics = Metrics()
         self.seal = Seal(secret, bytes([me]) * 8)
         self.prefixes = Prefixes(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
@@ -52,19 +63,21 @@ class Gateway:
         return self.hashes.of(b"salt", prompt)
 
     def book(self, prompt: bytes, slot: int):
-        """A request with this prompt is sent to the endpoint in that slot."""
+        """Send a request with this prompt to the endpoint in that slot."""
         candidate = self.candidates[slot]
         tokens = len(prompt) // 4
         request = Request("r", "m", "", tokens, 10, stream=True)
         return self.table.book(Pick(candidate, 0, 0.0, 1, ""), request, self.fingerprint(prompt))
 
     def cached(self, prompt: bytes) -> list[int]:
-        """Tokens of the prompt that each endpoint is believed to hold."""
+        """Return the prompt tokens believed to be cached at each endpoint."""
         found = list(self.prefixes.cached(self.fingerprint(prompt), len(prompt) // 4))
         return found + [0] * (len(self.candidates) - len(found))
 
     def ask(self, prompt: bytes) -> Ask:
-        return self.table.ask(Request("r", "m", "", len(prompt) // 4, 10), self.fingerprint(prompt), ())
+        return self.table.ask(
+            Request("r", "m", "", len(prompt) // 4, 10), self.fingerprint(prompt), ()
+        )
 
     def take(self, frame: Frame, now: float, age_s: float = 0.0) -> None:
         for _ in self.view.take(frame[1], age_s, now):
@@ -75,11 +88,16 @@ class Gateway:
             pass
 
     def dropped(self) -> dict[str, float]:
-        return {values[0]: meter.value for values, meter in self.metrics.shared_dropped_total.children()}
+        return {
+            values[0]: meter.value for values, meter in self.metrics.shared_dropped_total.children()
+        }
 
 
 def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]:
-    """Everybody flushes, everybody takes what the others said, and newcomers are told. What was said, and by whom."""
+    """Flush all gateways, deliver all frames, and warm up new gateways.
+
+    Returns (sender, message).
+    """
     said = [(one, frame) for one in gateways for frame in one.view.flush(now, connected=True)]
     for one, frame in said:
         for other in gateways:
@@ -100,7 +118,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
 
 
 def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
-    """Turns ten times a second; the time at the end."""
+    """Exchange frames ten times a second; return the time at the end."""
     now = start
     while now < start + seconds:
         now += 0.1

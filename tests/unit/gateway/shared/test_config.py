@@ -1,4 +1,4 @@
-"""The sections that make a gateway one of several: what is refused, and what is shown of it."""
+"""The configuration of the state exchange: what is rejected, and what is shown."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def refused(text: str) -> str:
         ("redis://a:99999", "has no valid port"),
     ],
 )
-def test_a_url_that_is_no_redis_or_tells_a_secret_is_refused(url: str, why: str) -> None:
+def test_a_url_that_is_not_redis_or_contains_a_secret_is_rejected(url: str, why: str) -> None:
     said = refused(f"shared: {{redis: {{url: '{url}'}}, key: '${{KEY}}'}}\n")
     assert why in said
     assert "g.yaml:3:" in said
 
 
-def test_a_short_key_and_a_missing_one_are_refused() -> None:
-    assert "shorter than 16 characters" in refused("shared: {redis: {url: 'redis://a'}, key: '${SHORT:-abc}'}\n")
+def test_a_short_or_missing_key_is_rejected() -> None:
+    assert "shorter than 16 characters" in refused(
+        "shared: {redis: {url: 'redis://a'}, key: '${SHORT:-abc}'}\n"
+    )
     assert "key" in refused("shared: {redis: {url: 'redis://a'}}\n")
 
 

@@ -1,4 +1,4 @@
-"""What tenants and sessions use at one gateway, the others take into account. Time begins now."""
+"""Use of quotas and sessions at one gateway is applied by the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from policies.model import Pick, Request
 from tests.unit.gateway.shared.fleet import Gateway, run, turn, warm
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
-TENANTS = [{"name": "a", "key": "sk-a-of-the-fleet", "limits": LIMITS}, {"name": "b", "key": "sk-b-of-the-fleet"}]
+TENANTS = [
+    {"name": "a", "key": "sk-a-of-the-fleet", "limits": LIMITS},
+    {"name": "b", "key": "sk-b-of-the-fleet"},
+]
 REQUEST = Request("r", "m", "a", 1000, 100, session="talk")
 
 
@@ -24,7 +27,7 @@ def gateways(count: int = 2) -> list[Gateway]:
 
 
 def asks(gateway: Gateway, times: int = 1) -> int:
-    """How many requests of the tenant are not refused."""
+    """Return how many requests of the tenant are admitted."""
     taken = 0
     for _ in range(times):
         try:
@@ -36,7 +39,7 @@ def asks(gateway: Gateway, times: int = 1) -> int:
 
 
 def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
-    """A request of the session is booked; what ends it, with an answer of ten tokens."""
+    """Book a request of the session; returns a function that ends it with ten output tokens."""
     (room,) = gateway.gate.rooms()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
     asked = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
@@ -45,13 +48,13 @@ def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callabl
 
 
 def inside(gateway: Gateway) -> tuple[int, int]:
-    """How many sessions are in, and their contexts' tokens."""
+    """Return the number of active sessions and their context tokens."""
     (room,) = gateway.gate.rooms()
     assert room.sessions is not None
     return len(room.sessions), room.sessions.tokens
 
 
-async def test_what_a_tenant_took_at_one_gateway_is_missing_from_its_quota_at_all() -> None:
+async def test_quota_used_at_one_gateway_is_deducted_at_all() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     assert asks(one, 7) == 7
@@ -61,7 +64,7 @@ async def test_what_a_tenant_took_at_one_gateway_is_missing_from_its_quota_at_al
     assert (asks(one), asks(two)) == (0, 0)
 
 
-async def test_what_was_given_back_at_one_gateway_can_be_taken_at_another() -> None:
+async def test_quota_refunded_at_one_gateway_is_available_at_another() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     quota = one.gate.quotas.take(REQUEST)
@@ -74,7 +77,7 @@ async def test_what_was_given_back_at_one_gateway_can_be_taken_at_another() -> N
     assert asks(two) == 1
 
 
-async def test_while_nobody_can_hear_each_gateway_counts_for_itself_and_tells_nothing_of_it_afterwards() -> None:
+async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     assert (asks(one, 20), asks(two, 20)) == (10, 10)
@@ -89,7 +92,7 @@ async def test_while_nobody_can_hear_each_gateway_counts_for_itself_and_tells_no
         assert left >= 0.0
 
 
-async def test_what_waits_to_be_told_is_bounded_while_nobody_can_hear() -> None:
+async def test_waiting_updates_are_bounded_during_a_disconnect() -> None:
     (one,) = gateways(1)
     now = warm(one, now=monotonic())
     live = one.table.all()[0]
@@ -98,7 +101,7 @@ async def test_what_waits_to_be_told_is_bounded_while_nobody_can_hear() -> None:
     assert len(one.view.news.confirmed) == MOST_ROWS
 
 
-async def test_words_of_quotas_that_come_late_are_not_counted() -> None:
+async def test_late_quota_messages_are_dropped() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     asks(one, 10)
@@ -107,7 +110,7 @@ async def test_words_of_quotas_that_come_late_are_not_counted() -> None:
     assert asks(two, 10) == 10
 
 
-async def test_a_session_is_in_at_all_gateways_once_whichever_serves_it() -> None:
+async def test_a_session_counts_once_at_all_gateways() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     converse(one, "talk", 1000, now)(now + 0.1)
@@ -119,7 +122,7 @@ async def test_a_session_is_in_at_all_gateways_once_whichever_serves_it() -> Non
     assert inside(one) == inside(two) == (2, 2500)
 
 
-async def test_a_session_told_of_is_let_go_when_it_has_been_silent_as_long_as_ones_own() -> None:
+async def test_a_session_of_another_gateway_expires_like_an_own_one() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     converse(one, "talk", 1000, now)(now + 0.1)
@@ -132,7 +135,7 @@ async def test_a_session_told_of_is_let_go_when_it_has_been_silent_as_long_as_on
         assert inside(two) == (0, 0)
 
 
-async def test_sessions_served_while_nobody_could_hear_are_told_afterwards() -> None:
+async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     converse(one, "talk", 1000, now)(now + 0.1)
@@ -141,7 +144,7 @@ async def test_sessions_served_while_nobody_could_hear_are_told_afterwards() -> 
     assert inside(two) == (1, 1000)
 
 
-async def test_a_newcomer_knows_all_sessions_whoever_served_them() -> None:
+async def test_a_new_gateway_receives_the_sessions_of_all_others() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     for number in range(2 * MOST_ROWS):
@@ -154,7 +157,7 @@ async def test_a_newcomer_knows_all_sessions_whoever_served_them() -> None:
     assert inside(one) == inside(three) == (2 * MOST_ROWS, 200_000 * MOST_ROWS // 1000)
 
 
-async def test_nothing_of_a_tenant_or_a_session_travels_in_clear() -> None:
+async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     asks(one)

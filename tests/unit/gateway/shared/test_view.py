@@ -1,4 +1,4 @@
-"""What gateways make of each other's word, on a clock of the tests' own."""
+"""How gateways apply each other's messages, on the test's clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gateway.shared.fleet import SECRET, Gateway, run, turn, warm
 PROMPT = Random(1).randbytes(64 * 200)
 
 
-async def test_a_prompt_that_one_gateway_sent_is_known_to_all_where_it_went() -> None:
+async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 1) as booking:
@@ -29,7 +29,7 @@ async def test_a_prompt_that_one_gateway_sent_is_known_to_all_where_it_went() ->
     assert two.candidates[1].load.held_tokens == one.candidates[1].load.held_tokens > 0
 
 
-async def test_what_others_sent_to_an_endpoint_that_has_left_is_not_believed_of_who_got_its_slot() -> None:
+async def test_prompts_of_a_removed_endpoint_are_not_recorded_for_its_slots_next_owner() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 1):
@@ -40,7 +40,7 @@ async def test_what_others_sent_to_an_endpoint_that_has_left_is_not_believed_of_
     assert two.dropped() == {"unknown_endpoint": 1.0}
 
 
-async def test_a_prompt_that_was_never_computed_is_believed_by_nobody() -> None:
+async def test_a_prompt_that_was_never_computed_is_removed_from_all_indexes() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
@@ -50,7 +50,7 @@ async def test_a_prompt_that_was_never_computed_is_believed_by_nobody() -> None:
     assert one.cached(PROMPT) == two.cached(PROMPT) == [0, 0]
 
 
-async def test_what_answers_tell_of_a_cache_corrects_everybodys_belief() -> None:
+async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     prompts = [Random(seed).randbytes(64 * 100) for seed in range(20)]
@@ -64,7 +64,7 @@ async def test_what_answers_tell_of_a_cache_corrects_everybodys_belief() -> None
     assert trusts[0] == trusts[1] < 0.5
 
 
-async def test_what_one_has_booked_weighs_on_the_others_choice_until_it_is_given_back() -> None:
+async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0), one.book(PROMPT, 0):
@@ -80,7 +80,7 @@ async def test_what_one_has_booked_weighs_on_the_others_choice_until_it_is_given
     assert capacity(two.candidates) == 16
 
 
-async def test_a_gateway_keeps_an_equal_share_of_places_whatever_the_others_hold() -> None:
+async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_book() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     held = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
@@ -90,7 +90,7 @@ async def test_a_gateway_keeps_an_equal_share_of_places_whatever_the_others_hold
         booking.__exit__(None, None, None)
 
 
-async def test_what_a_gateway_held_is_let_go_two_seconds_after_its_last_word() -> None:
+async def test_bookings_of_a_gateway_expire_two_seconds_after_its_last_message() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
@@ -103,7 +103,7 @@ async def test_what_a_gateway_held_is_let_go_two_seconds_after_its_last_word() -
         assert len(two.view.peers) == 0
 
 
-async def test_a_gateway_that_says_goodbye_holds_nothing_any_more() -> None:
+async def test_a_gateway_that_stops_has_no_bookings() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
@@ -112,7 +112,7 @@ async def test_a_gateway_that_says_goodbye_holds_nothing_any_more() -> None:
         assert two.candidates[0].load.in_flight == 0
 
 
-async def test_another_gateways_word_that_an_endpoint_is_broken_is_looked_into_and_not_believed() -> None:
+async def test_an_ejection_by_another_gateway_leads_to_a_probe_only() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     suspected: list[LiveEndpoint] = []
@@ -126,7 +126,7 @@ async def test_another_gateways_word_that_an_endpoint_is_broken_is_looked_into_a
     assert two.cached(PROMPT)[0] > 0
 
 
-async def test_a_newcomer_is_told_by_the_eldest_and_knows_the_same_in_a_second() -> None:
+async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     prompts = [Random(seed).randbytes(64 * (20 + seed)) for seed in range(100)]
@@ -144,12 +144,14 @@ async def test_a_newcomer_is_told_by_the_eldest_and_knows_the_same_in_a_second()
     assert tellers == {id(one)}
     assert three.view.warming.warm
     assert three.view.warming.took_s < 1.0
-    assert [three.cached(prompt) for prompt in prompts] == [one.cached(prompt) for prompt in prompts]
+    assert [three.cached(prompt) for prompt in prompts] == [
+        one.cached(prompt) for prompt in prompts
+    ]
     held = [[each.load.held_tokens for each in gateway.candidates] for gateway in (one, three)]
     assert held[0] == held[1]
 
 
-async def test_a_newcomer_does_not_believe_what_an_endpoint_lost_before_it_came() -> None:
+async def test_a_warm_up_leaves_out_lost_caches() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0) as booking:
@@ -165,7 +167,7 @@ async def test_a_newcomer_does_not_believe_what_an_endpoint_lost_before_it_came(
     assert three.cached(PROMPT) == [0, 0]
 
 
-async def test_a_newcomer_asks_the_next_when_the_eldest_does_not_answer() -> None:
+async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answer() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0) as booking:
@@ -186,7 +188,7 @@ async def test_a_newcomer_asks_the_next_when_the_eldest_does_not_answer() -> Non
     assert three.cached(PROMPT)[0] > 0
 
 
-async def test_picks_made_before_a_gateway_is_warm_are_counted_as_blind() -> None:
+async def test_picks_before_a_gateway_is_warm_are_counted_as_blind() -> None:
     one = Gateway(1)
     one.view.begin(100.0)
     with one.book(PROMPT, 0):
@@ -199,7 +201,7 @@ async def test_picks_made_before_a_gateway_is_warm_are_counted_as_blind() -> Non
     assert one.metrics.blind_picks_total.value == 1
 
 
-async def test_what_others_said_while_a_newcomer_was_told_comes_after_what_it_was_told() -> None:
+async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     three = Gateway(3)
@@ -215,7 +217,7 @@ async def test_what_others_said_while_a_newcomer_was_told_comes_after_what_it_wa
     assert three.cached(PROMPT)[1] > 0
 
 
-async def test_without_anybody_to_hear_it_only_what_lasts_is_told() -> None:
+async def test_during_a_disconnect_only_prompts_are_queued() -> None:
     one = Gateway(1)
     now = warm(one)
     with one.book(PROMPT, 0):
@@ -223,7 +225,7 @@ async def test_without_anybody_to_hear_it_only_what_lasts_is_told() -> None:
     assert len(frames) == 1
 
 
-async def test_a_gateway_with_another_key_is_neither_heard_nor_told() -> None:
+async def test_a_gateway_with_another_key_is_ignored() -> None:
     one, two = Gateway(1), Gateway(2, b"another secret of sixteen bytes or more")
     now = warm(one, two)
     with one.book(PROMPT, 0):
@@ -233,7 +235,7 @@ async def test_a_gateway_with_another_key_is_neither_heard_nor_told() -> None:
     assert two.dropped()["forged"] > 0
 
 
-async def test_what_was_heard_already_is_not_heard_again() -> None:
+async def test_replayed_frames_are_dropped() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
@@ -246,7 +248,7 @@ async def test_what_was_heard_already_is_not_heard_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_bytes_from_anybody_change_anything_or_fail(seed: int) -> None:
+async def test_arbitrary_bytes_neither_raise_nor_change_anything(seed: int) -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     rng = Random(seed)
@@ -256,7 +258,13 @@ async def test_no_bytes_from_anybody_change_anything_or_fail(seed: int) -> None:
             spoilt = bytearray(frame)
             for _ in range(rng.randint(1, 4)):
                 spoilt[rng.randrange(20, len(spoilt))] ^= 1 << rng.randrange(8)
-            for bytes_ in (bytes(spoilt), frame[: rng.randrange(len(frame))], rng.randbytes(200), b"", b"PSv1"):
+            for bytes_ in (
+                bytes(spoilt),
+                frame[: rng.randrange(len(frame))],
+                rng.randbytes(200),
+                b"",
+                b"PSv1",
+            ):
                 two.take((b"", bytes_), now + 0.6)
         assert two.cached(PROMPT) == [0, 0]
         assert two.candidates[0].load.in_flight == 0
@@ -275,7 +283,9 @@ async def test_no_bytes_from_anybody_change_anything_or_fail(seed: int) -> None:
         words.Part(0, True, [words.encode(words.Hello(0))]),
     ],
 )
-async def test_odd_words_of_a_friend_are_counted_and_change_nothing(message: words.Message) -> None:
+async def test_malformed_messages_with_a_valid_key_are_counted_and_change_nothing(
+    message: words.Message,
+) -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     digest = two.view._digest(two.candidates[0].endpoint)
@@ -292,11 +302,17 @@ def _rest(prompt: words.Prompt) -> tuple[int, int, int, bytes]:
     return prompt.blocks, prompt.n_bytes, prompt.prompt_tokens, prompt.keys
 
 
-async def test_nothing_of_a_secret_or_a_name_travels_in_clear() -> None:
+async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
     one = Gateway(1)
     now = warm(one)
     one.view.news.charge("main", "canary-tenant", 10.0)
     with one.book(PROMPT, 0):
         told = b"".join(frame for _, frame in one.view.flush(now + 1.0, connected=True))
-    for secret in (SECRET, b"canary-tenant", b"http://a:1", PROMPT[:16], one.seal.fingerprint_secret):
+    for secret in (
+        SECRET,
+        b"canary-tenant",
+        b"http://a:1",
+        PROMPT[:16],
+        one.seal.fingerprint_secret,
+    ):
         assert secret not in told

@@ -1,4 +1,4 @@
-"""What policies on trial came to, as `penstock status` tells it."""
+"""The results of policies on trial, as `penstock status` shows them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ PLAIN = "    policy: prefix_aware\n"
 TRIED = PLAIN + "    shadow: [least_loaded]\n    canary: {policy: round_robin, percent: 50}\n"
 
 
-async def typed(made: Running, *words: str) -> str:
-    words = ("status", *words, "--admin", made.app.admin_url)
+async def typed(harness: Running, *words: str) -> str:
+    words = ("status", *words, "--admin", harness.app.admin_url)
     done = await asyncio.to_thread(CliRunner().invoke, cli.app, words)
     assert done.exit_code == 0, done.output
     return str(done.output)
 
 
-async def test_status_tells_of_shadows_and_of_both_sides_of_a_canary(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        assert (await made.put(made.text().replace(PLAIN, TRIED)))[0] == 200
-        said = await typed(made)
-        assert "shadow least_loaded of pool chat: 0 of 0 picks scored; 0 compared, too few to judge\n" in said
+async def test_status_shows_shadows_and_both_arms_of_a_canary(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        assert (await harness.put(harness.text().replace(PLAIN, TRIED)))[0] == 200
+        said = await typed(harness)
+        assert (
+            "shadow least_loaded of pool chat: 0 of 0 picks scored; 0 compared, too few to judge\n"
+            in said
+        )
         assert "canary round_robin of pool chat: 0 requests (canary: 50 %)\n" in said
         for number in range(3 * MIN_COMPARED):  # the canary serves half of them
-            shadows = made.app.gateway.snapshot.tried["chat"].shadows
+            shadows = harness.app.gateway.snapshot.tried["chat"].shadows
             assert shadows is not None
-            shadows._allowed_s = 1.0
-            assert await made.ask(f"prompt {number}") == "ok"
-        said = await typed(made)
+            shadows._budget_s = 1.0
+            assert await harness.ask(f"prompt {number}") == "ok"
+        said = await typed(harness)
         assert "picks scored, agrees with " in said
         assert " ms to the first token and " in said
         assert "primary prefix_aware of pool chat: " in said
         assert "100.0% good, 0 failed, 0 shed, TTFT p50 " in said
-        told = json.loads(await typed(made, "--json"))
-        assert told["shadows"][0]["pool"] == told["canaries"][0]["pool"] == "chat"
+        reply = json.loads(await typed(harness, "--json"))
+        assert reply["shadows"][0]["pool"] == reply["canaries"][0]["pool"] == "chat"
