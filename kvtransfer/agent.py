@@ -134,7 +134,7 @@ class Agent:
     def open(self, bell: Bell | None = None) -> None:
         """Start listening without an event loop.
 
-        Handles can then be read but not awaited, and `bell` is notified of every change. A
+        Handles can then be read but not awaited, and `listener` is notified of every change. A
         transport other than the first that fails to start is logged and dropped. Raises
         TransportError if the first fails; the others are then closed and stay dropped for a later
         call.
@@ -258,7 +258,7 @@ class Agent:
 
         ticket   the offer's ticket; None: match by name an offer that is public or for this
                  agent, and that may come later
-        klass    interactive, bulk or migration
+        priority   interactive, bulk or migration
 
         Raises ValueError for invalid arguments.
         """

@@ -124,7 +124,7 @@ class Bandwidth:
     """Measured bytes per second by (peer, transport), with exponential decay.
 
     Weights halve with every `half_life_s` seconds of sending. Bytes and seconds decay separately,
-    so that many small transfers do not outweigh a large one. At most `most` entries are stored; the
+    so that many small transfers do not outweigh a large one. At most `max_entries` are stored; the
     least recently used is dropped first.
     """
 

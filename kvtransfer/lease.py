@@ -86,7 +86,7 @@ class LeaseError(Exception):
 class Lease(msgspec.Struct, frozen=True):
     """The lease of one request's KV at its source.
 
-    `deadline` is in seconds on the owner's clock; `left` is the state from which it ended.
+    `deadline` is in seconds on the owner's clock; `ended_from` is the state from which it ended.
     """
 
     id: str

@@ -42,15 +42,15 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
 class Line:
     """A link and what the agent knows of it.
 
-    up         both ends have proven their identity
-    linked     the sink's logic uses the link
-    hearing    the link's thread is handling a message, and may be waiting for the agent's lock
-    heard      the peer has sent a message since the link came into use
-    dialling   what the link was dialled for; None: the peer dialled
-    lanes      parallel links that share its windows
-    first      for such a lane: the link whose windows it shares
-    seeking    a lane is being dialled
-    misses     number of lanes that failed
+    is_proven          both ends have proven their identity
+    is_in_use          the sink's logic uses the link
+    is_handling        the link's thread is handling a message, and may be waiting for the lock
+    has_received       the peer has sent a message since the link came into use
+    dial_request       what the link was dialled for; None: the peer dialled
+    lanes              parallel links that share its windows
+    lane_owner         for such a lane: the link whose windows it shares
+    is_dialling_lane   a lane is being dialled
+    failed_lanes       number of lanes that failed
     """
 
     __slots__ = (

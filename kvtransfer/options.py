@@ -10,17 +10,19 @@ from kvtransfer.frame import MOST_PAYLOAD
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Times and limits of an agent.
 
-    beat_s, misses         a link is lost after this many beats of silence; equal on both sides
-    handshake_s            time for both ends of a new link to prove their identity
-    window_bytes           largest window to send; a link may want less
-    budget_bytes           bytes that a source may have in flight to this agent on one link
-    patience_s             longest time that an invitation may wait here for its offer
-    memory_s               how long the name of an ended, declined or unwanted offer is remembered
-    most_waiting           invitations that may wait here, in total
-    most_strangers         links whose peer has not shown the key; one more drops the oldest
-    unproven_per_address   such links from one IPv4 address or IPv6 /64
-    family                 what must be equal on both sides, like the layout: weights, quantisation
-    host                   equal exactly for agents that can share memory; None: detect, "": never
+    beat_s                     time between heartbeats; equal on both sides
+    max_missed_beats           a link is lost after this many beats of silence; equal on both sides
+    handshake_s                time for both ends of a new link to prove their identity
+    window_bytes               largest window to send; a link may want less
+    budget_bytes               bytes that a source may have in flight to this agent on one link
+    invite_wait_s              longest time that an invitation may wait here for its offer
+    name_memory_s              how long the name of an ended or unwanted offer is remembered
+    max_waiting_invites        invitations that may wait here, in total
+    max_unproven_links         links whose peer has not shown the key; one more drops the oldest
+    max_unproven_per_address   such links from one IPv4 address or IPv6 /64
+    family                     what must be equal like the layout: weights, quantisation
+    host                       equal exactly for agents that can share memory; None: detect,
+                               "": never
     """
 
     beat_s: float = 0.25
@@ -38,13 +40,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
-            raise ValueError(f"beat_s, misses and handshake_s must be positive: {self}")
+            raise ValueError(f"beat_s, max_missed_beats and handshake_s must be positive: {self}")
         if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
             raise ValueError(
                 f"window_bytes must be 1 to {MOST_PAYLOAD}, budget_bytes positive: {self}"
             )
         if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
-            raise ValueError(f"most_strangers and unproven_per_address must be at least 1: {self}")
+            raise ValueError(f"limits of unproven links must be at least 1: {self}")
 
     @property
     def silence_s(self) -> float:

@@ -182,7 +182,7 @@ def plan(
     src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
                              the same on every rank
     group_layers             layers per group; None: by `layers_per_group`
-    most_runs                runs of a pair in a group, exceeded by up to one segment
+    max_runs                 runs of a pair in a group, exceeded by up to one segment
 
     Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
     the last block, up to the nearest block end on either side: a whole block is one run, a partial

@@ -247,7 +247,7 @@ class SinkBook:
         """Return where to write a window; None: discard it.
 
         A window is written once, as planned, and only while its transfer is moving. Raises
-        WindowError for a window outside the plan; call `misled` then.
+        WindowError for a window outside the plan; call `on_bad_window` then.
         """
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.arrivals is None or reservation.plan is None:

@@ -127,7 +127,7 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 class Used:
     """The spent tickets, each remembered until it would be refused as expired.
 
-    Holds at most `most` tickets and then refuses more, so that memory is bounded. Not thread-safe.
+    It is bounded: when full, it refuses further tickets. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:

@@ -72,7 +72,7 @@ class Listener:
 class Member:
     """One TP group of a fleet, with its server, faults and port.
 
-    `half`: its role in split requests; None: it serves whole requests only.
+    `pd_role`: its role in split requests; None: it serves whole requests only.
     """
 
     def __init__(

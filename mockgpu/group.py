@@ -108,7 +108,7 @@ class _Live:
 class TpGroup:
     """Sole owner of its scheduler, its ranks' health and its step timer.
 
-    `memory` and `desk` are set in groups that transfer KV.
+    `memory` and `kv_handoff` are set in groups that transfer KV.
     """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:

@@ -44,17 +44,18 @@ class Content(Protocol):
 class Job:
     """One sequence to serve. Owned by the scheduler once added.
 
-    keys       chained keys of the full blocks of prompt and output; short or empty: not cacheable
-    computed   tokens of the prompt (after preemption, also of the output) whose KV is present
-               or planned
-    cached     prompt tokens found in the prefix cache at first admission; -1 before
-    made       output tokens so far, current only while not decoding; see `Scheduler.count_output()`
-    origin     while decoding: the scheduler's tick minus the tokens made
-    leg        Give: its KV goes to another group at its end; Take: its KV comes from another group;
-               None: neither
-    content    None in a group without real KV
-    keep       its blocks stay allocated at its end, until `Scheduler.release_kept()`
-    offered    after its end: what the other group may learn of its KV
+    keys           chained keys of the full blocks of prompt and output; short or empty: not
+                   cacheable
+    computed       tokens of the prompt (after preemption, also of the output) whose KV is
+                   present or planned
+    cached         prompt tokens found in the prefix cache at first admission; -1 before
+    made           output tokens, current only while not decoding; see `Scheduler.count_output()`
+    origin         while decoding: the scheduler's tick minus the tokens made
+    leg            PrefillLeg: its KV goes to another group at its end; DecodeLeg: its KV comes
+                   from another group; None: neither
+    content        None in a group without real KV
+    keeps_blocks   its blocks stay allocated at its end, until `Scheduler.release_kept()`
+    offered        after its end: what the other group may learn of its KV
     """
 
     prompt_tokens: int

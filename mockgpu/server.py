@@ -73,7 +73,7 @@ class RenewOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MockServer:
     """The routes of one TP group. Sole owner of its faults.
 
-    `half`: its role in split requests; None: it serves whole requests only.
+    `pd_role`: its role in split requests; None: it serves whole requests only.
     """
 
     def __init__(self, group: TpGroup, faults: FaultBox, half: Half | None = None) -> None:

@@ -51,7 +51,7 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 class Slice(msgspec.Struct, frozen=True):
     """A window in one end's plan: its runs, and this end's region to read from or write to.
 
-    `current` returns whether the source's blocks still have the promised generations; None on a
+    `is_current` returns whether the source's blocks still have the promised generations; None on a
     sink. A transport calls it right before and right after it reads the source's memory, on
     whichever side that happens.
     """
@@ -186,7 +186,7 @@ class LinkOwner(Protocol):
 class Transport(Protocol):
     """One way to reach peers.
 
-    `sealed` is whether windows leave this host encrypted; None: they do not leave it.
+    `is_sealed` is whether windows leave this host encrypted; None: they do not leave it.
     """
 
     name: str

@@ -55,7 +55,7 @@ class Wire:
 
     `clock` makes every call; its owner closes it. `freeze` stops an agent as SIGSTOP would, `thaw`
     resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
-    keeps running; `flow` delivers it late.
+    keeps running; `unstall` delivers it late.
     """
 
     def __init__(

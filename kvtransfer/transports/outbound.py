@@ -178,7 +178,7 @@ class Outbound:
         return None
 
     def pump(self) -> bool:
-        """Write until the socket is full (`blocked`), or one large window is done.
+        """Write until the socket is full (`is_blocked`), or one large window is done.
 
         Returns whether anything was written.
         """

@@ -67,7 +67,7 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 class RdmaLink:
     """One end. `begin` starts its thread, which does everything except `grant`.
 
-    `refused` counts writes that the peer's device refused, because the peer had fenced.
+    `refused_writes` counts writes that the peer's device refused, because the peer had fenced.
     """
 
     transport = "rdma"

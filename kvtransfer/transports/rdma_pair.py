@@ -18,7 +18,7 @@ _MOST_EPOCHS = 1 << 24
 class Pairs:
     """The current queue pair and its completion queue.
 
-    `pair` is None until `renew`; `writable`: the peer's end is connected, too.
+    `pair` is None until `renew`; `is_writable`: the peer's end is connected, too.
     """
 
     def __init__(self, domain: Domain) -> None:

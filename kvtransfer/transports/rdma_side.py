@@ -79,7 +79,7 @@ def encode(message: Saying) -> bytes:
 class Ear:
     """Decodes messages from a stream of bytes. Unusable after a TransportError.
 
-    `most_bytes` limits the length of a message; it is small until `trust` is called.
+    `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
     """
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class Ear:
     def feed(self, data: bytes) -> Iterator[Saying]:
         """Yield the messages that `data` completes. Consume all of them before feeding more.
 
-        Raises TransportError for invalid data. A call of `trust` while consuming applies to the
-        next message.
+        Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
+        the next message.
         """
         self._buffer += data
         return self._complete_messages()

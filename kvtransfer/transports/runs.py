@@ -93,7 +93,7 @@ def gather(
 ) -> None:
     """Copy these runs of `source` in order to `into`, which has exactly that size.
 
-    `fed` is called with every part while it is in the cache.
+    `on_part` is called with every part while it is in the cache.
     """
     for cells, rows, begin, end in _in_cells(source, offsets, lengths):
         part = into[begin:end]

@@ -93,8 +93,8 @@ class Iovecs:
 class Pieces:
     """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
 
-    fed      number of pieces that a digest has consumed
-    short    the last call moved less than requested: the socket is empty or full
+    fed_count   number of pieces that a digest has consumed
+    was_short   the last call moved less than requested: the socket is empty or full
 
     It takes over `iovecs`, which serve one body at a time. The code uses few steps, because a
     window's bytes evict the interpreter's data from the cache.

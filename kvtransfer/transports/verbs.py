@@ -287,7 +287,7 @@ class QueuePair:
     ) -> None:
         """Write pieces to consecutive addresses at (remote address, remote key).
 
-        `tell`: signal the completion of a successful write.
+        `signalled`: report the completion of a successful write.
         """
         enums = self._enums
         gathered = [

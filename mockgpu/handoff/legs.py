@@ -20,7 +20,7 @@ class Answering(Enum):
 class Give(msgspec.Struct, frozen=True):
     """A prefill leg: its KV is offered under `name` for `hold_s` seconds.
 
-    public      any group that knows the name may fetch it (push dialects); False: by ticket only
+    is_public   any group that knows the name may fetch it (push dialects); False: by ticket only
     if_ended    also offer it if the answer ended itself at the first token
     """
 
@@ -50,10 +50,10 @@ class Asked(msgspec.Struct, frozen=True):
 class Take(msgspec.Struct, frozen=True):
     """A decode leg: KV of this `name` is fetched from `peer`, waiting up to `wait_s` for it.
 
-    first    tokens that the prefill group already made (TRT-LLM)
-    renew    URL for renewing the lease while there is no room here
-    cached   cached tokens to report instead of the transferred ones
-    parked   the object was incomplete: the engine waits for ever for KV that never comes
+    first       tokens that the prefill group already made (TRT-LLM)
+    renew       URL for renewing the lease while there is no room here
+    cached      cached tokens to report instead of the transferred ones
+    is_parked   the object was incomplete: the engine waits for ever for KV that never comes
     """
 
     name: str

@@ -40,16 +40,16 @@ def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
 
 
 def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = SinkBook.landed
+    original = SinkBook.landed
     monkeypatch.setattr(
         SinkBook,
         "landed",
-        lambda self, link, head, _, now: heard(self, link, head, Verdict.OK, now),
+        lambda self, link, head, _, now: original(self, link, head, Verdict.OK, now),
     )
 
 
 def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "_still", lambda *_: lambda: True)
+    monkeypatch.setattr(outlet, "_still_current", lambda *_: lambda: True)
 
 
 def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +59,14 @@ def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = SinkBook._end
+    original = SinkBook._end
 
     def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
-        commands = over(book, reservation, *why, **how)
-        held = reservation.number in book._reservations
-        return commands + book._resolve(reservation, why[-1]) if held else commands
+        commands = original(book, reservation, *why, **how)
+        is_reserved = reservation.number in book._reservations
+        return commands + book._resolve(reservation, why[-1]) if is_reserved else commands
 
-    monkeypatch.setattr(sink.SinkBook, "_over", early)
+    monkeypatch.setattr(sink.SinkBook, "_end", early)
 
 
 def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
