@@ -134,8 +134,7 @@ class App:
         self._attach_gauges()
 
     def _create_reload(self, origin: Origin, rng: Random) -> None:
-        """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback.
-        """
+        """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback."""
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
@@ -295,8 +294,7 @@ class App:
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
-        """Wait until all requests have ended and all connections have closed, at most until `ends`.
-        """
+        """Wait until all requests have ended and all connections have closed, at most until `ends`."""
 
         def is_idle() -> bool:
             return not self._admission.active and all(future.done() for future in closing)
@@ -321,8 +319,7 @@ class App:
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways; None if `shared` is not configured.
-        """
+        """Return the state of the exchange with other gateways; None if `shared` is not configured."""
         if self._sync_loop is None or self.config.shared is None:
             return None
         return self._sync_loop.state()
@@ -472,8 +469,7 @@ def _versions(config: Config, local: Local) -> Versions:
 
 
 def _frame_auth(config: Config, local: Local | None) -> Seal | None:
-    """Create the frame authentication; None if there are no other gateways to exchange state with.
-    """
+    """Create the frame authentication; None if there are no other gateways to exchange state with."""
     if config.shared is not None:
         return Seal(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else Seal(local.secret, secrets.token_bytes(ID_BYTES))

@@ -197,8 +197,7 @@ class EndpointTable:
         """Record a prompt that another gateway sent to the endpoint, given its sampled block keys.
 
         cached_tokens  None for a sent prompt; else the prompt was not computed, and this many of
-                       its
-                       tokens at most are cached there
+                       its tokens at most are cached there
         """
         index = self.prefixes.index
         if cached_tokens is None:
@@ -263,8 +262,7 @@ class EndpointTable:
         self.happened(live, Event.CONNECT_FAILED)
 
     def patience_s(self, live: LiveEndpoint) -> float:
-        """Return how long an endpoint with requests in flight may be silent before it is stalled.
-        """
+        """Return how long an endpoint with requests in flight may be silent before it is stalled."""
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
