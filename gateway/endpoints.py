@@ -195,8 +195,7 @@ class EndpointTable:
         """Record a prompt that another gateway sent to the endpoint, given its sampled block keys.
 
         cached_tokens  None for a sent prompt; else the prompt was not computed, and this many of
-                       its
-                       tokens at most are cached there
+                       its tokens at most are cached there
         """
         index = self.prefixes.index
         if cached_tokens is None:

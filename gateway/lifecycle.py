@@ -37,8 +37,7 @@ def run(
 
     ready           called once the gateway listens
     hangup_reloads  if False, SIGHUP ends the process, as usual for a program in a terminal; a
-                    worker
-                    only reopens its access log on SIGHUP
+                    worker only reopens its access log on SIGHUP
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 

@@ -65,8 +65,7 @@ class Note(msgspec.Struct, frozen=True):
     """A pick as it was made.
 
     load_values  the picked endpoint's load before the booking, which changes no other endpoint;
-                 None
-                 if the pick is not evaluated and only feeds the prefix index
+                 None if the pick is not evaluated and only feeds the prefix index
     """
 
     ask: Ask

@@ -73,8 +73,7 @@ def _variable(name: str, label: str, series: str, everything: str | None = ".*")
     """Return a variable that selects among the values of a label.
 
     everything  pattern for "All"; the default also matches series without the label. None: "All"
-                matches
-                existing values only, so that series of other programs do not match
+                matches existing values only, so that series of other programs do not match
     """
     return {
         "name": name,

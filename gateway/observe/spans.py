@@ -7,8 +7,8 @@
       engine        one per attempt: the request to an endpoint
         first_token   sent to first token
         decode        first token to last byte
-      prefill       the prefill leg of a split request; its engine span also has a
-                    transfer span, from the end of prefill to the first byte
+      prefill       the prefill leg of a split request; its engine span also has a transfer span,
+                    from the end of prefill to the first byte
 
 Not here: the export of spans (otlp.py) and the names of attributes (semconv.py).
 """

@@ -54,8 +54,7 @@ class ChangeOptions(msgspec.Struct, frozen=True):
 
     dry_run              check it and change nothing
     records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
-                         change
-                         in all its workers before the first one applies it
+                         change in all its workers before the first one applies it
     force                apply it even if none of a pool's endpoints can be reached
     """
 
@@ -72,8 +71,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one attempt.
 
     result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
-                   version,
-                   or no file)
+                   version, or no file)
     needs_restart  changed settings that take effect at the next start
     affected       requests at endpoints or in pools that are removed
     """

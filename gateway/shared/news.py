@@ -15,9 +15,8 @@ class News:
     """The updates between two flushes. Without shared state there is no such object.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
-                    for a
-                    pick; else the prompt was not computed, and at most so many of its tokens are
-                    cached
+                    for a pick; else the prompt was not computed, and at most so many of its tokens
+                    are cached
     cache_reports   (endpoint, believed cached share, reported share)
     health_changes  (endpoint, state, cause)
     charges         (pool, tenant) -> tokens

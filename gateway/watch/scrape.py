@@ -19,8 +19,7 @@ class Names(msgspec.Struct, frozen=True):
     """The metric names of one engine kind; empty if the engine does not export the value.
 
     config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
-                  empty,
-                  those two are metrics of their own
+                  empty, those two are metrics of their own
     kv_received   bytes of KV received from other engines, one metric per connector
     """
 

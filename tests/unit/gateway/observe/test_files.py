@@ -260,8 +260,7 @@ def test_the_retry_budget_alert_needs_requests() -> None:
 
 
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
-    """Two jobs that scrape one gateway duplicate its series, and Prometheus refuses to pair them.
-    """
+    """Two jobs that scrape one gateway duplicate its series, which Prometheus cannot pair."""
     each_one = "(job, namespace, instance, pool, endpoint)"
     paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
     assert len(paired) == 2
