@@ -26,6 +26,8 @@ ERROR_KEPT = 64 * 1024
 """Bytes that are kept of what an engine says of a refusal."""
 HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
 """An engine that says more before its first token says what we do not know."""
+HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
+"""The limit for a stream that begins with the ids of its prompt, as one with `resume` does: about 150,000 tokens."""
 
 ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 CONTENT = re.compile(
@@ -110,7 +112,8 @@ def undecided(stream: bytes, patient: bool) -> bool:
     if error is not None:
         return len(stream) < ERROR_HELD and not any(stream.find(end, error.end()) >= 0 for end in ENDS)
     if patient:
-        few = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
+        most = HELD_BYTES if stream.find(PROMPT_IDS) < 0 else HELD_IDS_BYTES
+        few = len(stream) < most and stream.count(b"\ndata:") <= HELD_EVENTS
         return few and _TELLS.search(stream) is None and not stream.endswith(LAST_CHUNK)
     return len(stream) < FIRST_EVENT and not any(end in stream for end in ENDS)
 
