@@ -26,6 +26,11 @@ ERROR_KEPT = 64 * 1024
 """Bytes that are kept of the body of an engine's error response."""
 HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
 """A stream with more than this before its first recognised token is not held back any longer."""
+HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
+"""The limit for a stream that begins with the ids of its prompt (about 150,000 tokens).
+
+A stream of a model with `resume` begins so.
+"""
 
 ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
 CONTENT = re.compile(
@@ -124,7 +129,8 @@ def undecided(stream: bytes, hold_until_token: bool) -> bool:
         is_whole = any(stream.find(end, error.end()) >= 0 for end in ENDS)
         return len(stream) < ERROR_HELD and not is_whole
     if hold_until_token:
-        is_short = len(stream) < HELD_BYTES and stream.count(b"\ndata:") <= HELD_EVENTS
+        limit = HELD_BYTES if stream.find(PROMPT_IDS) < 0 else HELD_IDS_BYTES
+        is_short = len(stream) < limit and stream.count(b"\ndata:") <= HELD_EVENTS
         return is_short and _DECISIVE.search(stream) is None and not stream.endswith(LAST_CHUNK)
     return len(stream) < FIRST_EVENT and not any(end in stream for end in ENDS)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
+from gateway.told import HELD_BYTES
 from tests.unit.gateway.split.halves import (
     MODEL,
     OBJECT,
@@ -203,4 +206,28 @@ async def test_a_plain_answer_of_such_a_model_passes_as_it_came() -> None:
 
     async with pair("vllm_nixl", [prefills()], [whole]) as f:
         assert (await f.ask()).text == "yes"
+        await f.at_rest()
+
+
+async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_token() -> None:
+    """The decoder sends a role with all ids before it knows that the KV will never come."""
+    ids = list(range(100_000, 120_000))
+
+    async def role_then_error(asked: Asked) -> None:
+        asked.open_stream()
+        delta = {"role": "assistant", "content": ""}
+        asked.event({"prompt_token_ids": ids, "choices": [{"index": 0, "delta": delta}]})
+        await asked.writer.drain()
+        await asyncio.sleep(0.02)
+        error = {"message": "KV load failed", "type": "InternalServerError", "code": 500}
+        asked.event({"error": error})
+        asked.end_stream()
+
+    assert len(json.dumps(ids)) > 2 * HELD_BYTES
+    decoders = each(role_then_error, speaks())
+    async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
+        reply = await f.ask(stream=True, max_tokens=4)
+        assert reply.text == "".join(WORDS)
+        assert b"error" not in (reply.body or b"")
+        assert results(f) == {}
         await f.at_rest()
