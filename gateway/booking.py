@@ -18,6 +18,7 @@ from policies.fingerprint import Fingerprint
 from policies.health import Event, State
 from policies.ledger import Entry
 from policies.model import EndpointLoad, Pick, Request
+from policies.stall import is_doubted
 
 if TYPE_CHECKING:
     from gateway.endpoints import EndpointTable
@@ -75,7 +76,7 @@ class Booking:
         """The request leaves, or has left, for another endpoint: how long it has waited here is evidence."""
         if self._awaited:
             live, now = self.live, monotonic()
-            live.speed.overtaken(self._awaited, step_tokens(live), now)
+            live.speed.overtaken(self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load))
             self._awaited = 0
 
     def doubt(self) -> None:

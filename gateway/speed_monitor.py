@@ -22,7 +22,6 @@ GLANCE_S = 0.05
 LATE_GLANCES = 3  # intervals between two calls from which on the gateway itself was held up
 GPU = "gpu"  # the label that declares unequal hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
-SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
@@ -64,22 +63,24 @@ class SpeedMonitor:
 
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
-    ) -> list[LiveEndpoint]:
-        """Endpoints to doubt: their prefill step under way takes much longer than at their peers. Due every GLANCE_S.
+    ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
+        """Endpoints whose prefill step under way takes much longer than at their peers, and those to doubt.
 
-        After a gap between two calls the gateway itself was held up, and the age of a step proves nothing.
+        Due every GLANCE_S. After a gap between two calls the gateway itself was held up, and the age of a step proves
+        nothing.
         """
         passed_s, self._glanced_at = now - self._glanced_at, now
         if passed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
-            return []
-        result: list[LiveEndpoint] = []
+            return [], []
+        late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
         for pool, candidates in pools.items():
             if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
                 rated = [live for each in candidates if _is_rated(live := by_slot[each.load.slot])]
                 stalled = self._expectations_of(pool).stalled([_member(live) for live in rated], now)
-                doubted = [live.load.ceiling <= SUSPECT_CEILING for live in rated]
-                result += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
-        return result
+                doubted = [stall.is_doubted(live.load) for live in rated]
+                late += [rated[index] for _, index in stalled]
+                doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
+        return late, doubtful
 
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
         """Seconds to the first byte of an answer behind so many prompt tokens; None while that is not known."""
