@@ -221,11 +221,11 @@ class SpeedRecord:
         with suppress(ValueError):
             self._queue.remove(tokens)
 
-    def overtaken(self, tokens: int, work: int, now: float) -> None:
-        """A prompt was taken back because another endpoint answered first, or because it was late.
+    def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
+        """Take a prompt back because another endpoint answered first, or because it was late.
 
-        The prompt whose turn it was is evidence: the delay of its step is expected to last as long again. `work` is
-        what that step had to compute at most.
+        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint in doubt the step
+        is expected to last as long again. `work` is what the step had to compute at most.
         """
         if not self._queue or self._queue[0] != tokens:
             self.dropped(tokens)
@@ -238,7 +238,7 @@ class SpeedRecord:
         self.since, self._begun = now, len(self._queue)
         self.prefill_s += seconds
         if seconds >= LEAST_OVERTAKEN_S:
-            self.tracks[0].add(work, 2.0 * seconds)
+            self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
 
     def first_token(self, tokens: int, now: float) -> None:
         """A first token came; `tokens` of its prompt were not cached."""
@@ -306,15 +306,17 @@ class SpeedRecord:
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
         """The most prompt tokens that the step under way may have to compute before its first token.
 
-        Of `waiting_tokens` booked, engines take `budget_tokens` at a time, in the order in which they came. Prompts
-        that came after the step began are not part of it. `others` are prompts among them whose first token will not
-        be seen: any number of these may come first.
+        Of `waiting_tokens` booked, engines take `budget_tokens` at a time, in the order in which they came. `others`
+        are prompts among them whose first token will not be seen: any number of these may come first.
         """
-        queue = self._queue
-        if others or not queue:
+        if others or not self._queue:
             return waiting_tokens
-        begun = sum(queue) if self._begun >= len(queue) else sum(islice(queue, max(1, self._begun)))
-        return min(waiting_tokens, begun, ceil(queue[0] / budget_tokens) * budget_tokens)
+        return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
+
+    def begun_tokens(self, step_tokens: int) -> int:
+        """Of `step_tokens`, those of prompts that were there when the step under way began: its likely size."""
+        queue = self._queue
+        return step_tokens if self._begun >= len(queue) else min(step_tokens, sum(islice(queue, self._begun)))
 
     def judge(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> Verdict:
         """The verdict after a review. `change`: 1 when the latest samples were slow too, -1 when they were not, 0

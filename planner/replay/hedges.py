@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from planner.replay.flight import Flight
 from planner.replay.group import Group
 from policies.model import Pick
+from policies.stall import is_doubted
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
@@ -82,5 +83,6 @@ class Hedges:
 
 def note_overtaken(flight: Flight, group: Group, now: float) -> None:
     """The request leaves the group before its first token."""
-    group.speed.overtaken(max(1, flight.one.input_tokens - flight.believed), group.step_tokens, now)
+    tokens = max(1, flight.one.input_tokens - flight.believed)
+    group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
     flight.is_overtaken = True

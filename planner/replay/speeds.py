@@ -19,7 +19,16 @@ from policies.model import NO_CEILING
 from policies.outlier import Member, SlowLimits
 from policies.saved_state import belief_state, restore_belief
 from policies.speed_record import Measure, Verdict
-from policies.stall import DOUBT_S, LEAST_LATE_S, RAMP_S, Expectations, choose_doubted, raised_ceiling
+from policies.stall import (
+    DOUBT_S,
+    LEAST_LATE_S,
+    RAMP_S,
+    SUSPECT_CEILING,
+    Expectations,
+    choose_doubted,
+    is_doubted,
+    raised_ceiling,
+)
 
 if TYPE_CHECKING:
     from planner.replay.fleet import Fleet
@@ -27,7 +36,6 @@ if TYPE_CHECKING:
 REVIEW_S, SWEEP_S, GLANCE_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
 PRICE = 2.0  # as in gateway/hedge.py
 CLEAR = 1.6
-SUSPECT_CEILING = 1
 
 
 class Speeds:
@@ -105,8 +113,9 @@ class Speeds:
         rated = [group for group in fleet.groups if group.alive and group.load.available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
             stalled = self._expectations.stalled([_member(group) for group in rated], now)
-            for index in choose_doubted(stalled, [group.load.ceiling <= SUSPECT_CEILING for group in rated]):
+            for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
                 self.doubt(now, rated[index])
+            for _, index in stalled:
                 self._look(now, rated[index])
         if fleet.under_way:
             fleet.at(now + GLANCE_S, self._glance)
