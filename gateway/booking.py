@@ -17,7 +17,8 @@ from policies import ledger
 from policies.fingerprint import Fingerprint
 from policies.health import Event, State
 from policies.ledger import Entry
-from policies.model import EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Pick, Request
 
 if TYPE_CHECKING:
     from gateway.endpoints import EndpointTable

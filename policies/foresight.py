@@ -7,7 +7,7 @@ paper (paper.py), what every newcomer is told in plain floats (outlook.py).
 from __future__ import annotations
 
 from collections import deque
-from math import ceil, exp
+from math import ceil
 from typing import TYPE_CHECKING
 
 from policies import latency
@@ -15,40 +15,13 @@ from policies import latency
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from policies.model import EndpointLoad
-    from policies.paper import Prompt
+    from policies.engine_load import EngineLoad
+    from policies.queued_prompt import Prompt
     from policies.timeline import Timeline
 
-ARRIVALS_S = 20.0  # over how long arrivals are averaged
-BEHIND = 0.7  # of what usually arrives, what is sent behind a prompt that waits: routing sends some elsewhere
-UNLIKELY = 0.5  # of the prompts expected in the mean, what is left out: most prompts meet fewer than the mean
-LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts in that average, and seconds, for it to tell anything
 MOST_STEPS = 64  # of an engine that are played: behind a longer queue the outlook tells enough, at no cost
 UNSURE = 0.012  # of an engine's KV: a prompt that lacks less than is known of it is taken to have room
 GOLDEN = 0.618034  # its multiples, less whole ones, are spread evenly between 0 and 1
-
-
-class Arrivals:
-    """What has been sent to an endpoint lately, over ARRIVALS_S: prompts, their tokens to compute, and in what time."""
-
-    __slots__ = ("at", "prompts", "seconds", "tokens")
-
-    def __init__(self, now: float) -> None:
-        self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
-
-    def came(self, tokens: int, now: float) -> None:
-        """One more prompt."""
-        kept = exp((self.at - now) / ARRIVALS_S)
-        self.at, self.seconds = now, self.seconds * kept + ARRIVALS_S * (1.0 - kept)
-        self.prompts, self.tokens = self.prompts * kept + 1.0, self.tokens * kept + tokens
-
-    def behind(self, seconds: float) -> float:
-        """Prompt tokens that will be sent within so many seconds behind a prompt that waits; nearer the median than the
-        mean, for a few prompts meet many."""
-        if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
-            return 0.0
-        prompts = BEHIND * seconds * self.prompts / self.seconds - UNLIKELY
-        return prompts * self.tokens / self.prompts if prompts > 0.0 else 0.0
 
 
 class Piece:
@@ -73,7 +46,7 @@ class Play:
 
     __slots__ = ("batch", "clock", "context", "ends", "kv_free", "load", "queue", "steps", "timeline", "waited")
 
-    def __init__(self, timeline: Timeline, load: EndpointLoad, now: float) -> None:
+    def __init__(self, timeline: Timeline, load: EngineLoad, now: float) -> None:
         others = load.others
         self.timeline, self.load, self.queue = timeline, load, deque[Piece]()
         self.batch = timeline.batch + load.strangers + others.decoding
@@ -202,7 +175,7 @@ class Play:
         return ends
 
 
-def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -> float:
+def ttft_s(timeline: Timeline, load: EngineLoad, prompt: Prompt, now: float) -> float:
     """Expected seconds until the first token of a prompt that is sent now and not in the queue yet."""
     timeline.advance(load, now)
     if max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch)) > MOST_STEPS:

@@ -8,8 +8,10 @@ only counters move. Not here: health, the prefix index, sockets (gateway/).
 from __future__ import annotations
 
 from policies import foresight, outlook
-from policies.model import EndpointLoad, Request
-from policies.paper import Prompt
+from policies.foreign import FIELDS, NOTHING, Share
+from policies.load import EndpointLoad
+from policies.model import Request
+from policies.queued_prompt import Prompt
 from policies.timeline import STALE_S, Timeline
 
 
@@ -227,3 +229,42 @@ def scraped(
         load.kv_tokens = kv_tokens
     if load.believed:
         load.timeline.scraped(load, kv_usage, now)
+
+
+def foreign(load: EndpointLoad, source: bytes, share: Share | None, now: float) -> bool:
+    """`source` holds this share at the endpoint now, in place of what it held before; None or NOTHING: none any more.
+
+    False when that is no news.
+    """
+    others = load.others
+    before = others.shares.get(source, NOTHING)
+    after = share or NOTHING
+    if before == after:
+        return False
+    if after == NOTHING:
+        del others.shares[source]
+    else:
+        others.shares[source] = after
+    for name in FIELDS:
+        change = getattr(after, name) - getattr(before, name)
+        if change:
+            setattr(others, name, getattr(others, name) + change)
+            setattr(load, name, getattr(load, name) + change)
+    if load.believed:
+        load.timeline.advance(load, now)
+        load.timeline.refresh(load, now)
+    return True
+
+
+def own(load: EndpointLoad) -> Share:
+    """What this gateway itself holds at the endpoint."""
+    others = load.others
+    return Share(
+        load.in_flight - others.in_flight,
+        load.decoding - others.decoding,
+        load.prefill_tokens - others.prefill_tokens,
+        load.decode_tokens - others.decode_tokens,
+        load.expected_tokens - others.expected_tokens,
+        load.kv_booked - others.kv_booked,
+        load.answers - others.answers,
+    )

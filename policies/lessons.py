@@ -10,16 +10,14 @@ from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
-from policies.latency import FILLS
+from policies.step_time import FILLS
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
-    from policies.paper import Paper, Prompt
+    from policies.engine_load import EngineLoad
 
 SHORT_S = 0.1  # first tokens within so much of an idle queue tell of what every step, or the API, costs
 LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
 LESSON_S = 0.1  # between two lessons of a kind: where requests come by the hundred, each tells next to nothing
-KV_GAIN, LEAST_KV = 0.1, 0.05  # weight of one scrape, and the share of KV that must be held for it to tell anything
 
 
 class Span:
@@ -27,7 +25,7 @@ class Span:
 
     anchor        when they began: at a first token; or, where `entered` is set, at the end of the decode step that a
                   prompt met when it entered then, `wait_s` later in the mean
-    fills         seconds of the prompts in them by the prior, by how full the steps were (latency.FILLS)
+    fills         seconds of the prompts in them by the prior, by how full the steps were (step_time.FILLS)
     pairs_s, decode_s, steps  of these, what attention takes (Belief.area_s); what was decoded in between, as believed;
                   and how many steps they were
     tight         a prompt had to wait for KV; foreign  the most prompt tokens that other gateways had waiting
@@ -64,13 +62,13 @@ class Span:
             self.foreign = foreign_tokens
 
 
-def learn(paper: Paper, load: EndpointLoad, now: float) -> None:
+def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
     """How long the steps of the span really took, if no wait for KV was among them.
 
     Which of two steps completed a prompt is known to a part of a step's length; what other gateways had waiting was
     computed in between, and may be all of it or none: the more, the less is learnt.
     """
-    span, belief = paper.span, load.belief
+    belief = load.belief
     spent = now - span.anchor
     if spent > 0 and span.steps and not span.tight and now - span.taught_at >= LESSON_S:
         span.taught_at = now
@@ -78,12 +76,12 @@ def learn(paper: Paper, load: EndpointLoad, now: float) -> None:
             _steps(span, load, spent)
         # Where others decode, it decides which step a prompt is in. How long a short step took is known best.
         if span.entered is not None and span.steps == 1 and (spent < SHORT_S or span.wait_s > 0.0):
-            seen_s = belief.request_s + span.anchor + now - paper.ends - span.entered - span.wait_s
+            seen_s = belief.request_s + span.anchor + now - ends - span.entered - span.wait_s
             belief.reached(seen_s, min(1.0, (SHORT_S / spent) ** 2))
     span.begin(now)
 
 
-def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
+def _steps(span: Span, load: EngineLoad, spent: float) -> None:
     """The size of a short step tells of what every step costs, of a long one, of its tokens."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
@@ -95,38 +93,3 @@ def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
     else:
         ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
         belief.prompted(ratio, span.fills, span.pairs_s, (off / prompts_s) ** 2)
-
-
-def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
-    """What the decode steps of a whole answer took, the prefills in between apart."""
-    span = paper.span
-    if now - span.decoded_at < LESSON_S:
-        return
-    prefills = paper.prefill_steps - prompt.prefill_steps
-    steps = output_tokens / prompt.sequences - 1 - prefills
-    base_s = paper.decode_base_s - prompt.decode_base_s
-    context_s = paper.decode_context_s - prompt.decode_context_s
-    believed = paper.tick - prompt.tick - prefills
-    spent_s = now - prompt.began - (paper.prefill_s - prompt.prefill_s)
-    # Steps that were none have been taken back, at what they would take by then.
-    if steps >= 8 and believed > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
-        span.decoded_at = now
-        load.belief.decoded(spent_s * believed / steps, base_s, context_s, 1.0 / (steps * steps))
-
-
-def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:
-    """How much KV the engine holds of what is held on paper, where every sequence has a copy of its prompt.
-
-    A scrape some seconds old tells nearly the same: prefixes are shared as much before and after. Where nothing is
-    scraped no engine's size is known either, and no wait for KV is expected. KV that another endpoint still computes is
-    not there yet, neither here nor there.
-    """
-    if load.kv_tokens is None:
-        return
-    held = paper.starts + paper.batch * paper.tick + sum(prompt.prompt_tokens for prompt in paper.finishing)
-    if paper.queue and paper.queue[0].locked:
-        held += paper.queue[0].at  # blocks are taken chunk by chunk
-    prefixes = paper.prefixes
-    prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (held - prefixes.tokens))
-    if held > LEAST_KV * load.kv_tokens:
-        paper.kv_ratio += KV_GAIN * (max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / held)) - paper.kv_ratio)

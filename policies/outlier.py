@@ -22,8 +22,8 @@ from math import ceil
 
 import msgspec
 
-from policies.latency import NEUTRAL, Shape
 from policies.speed_record import BINS, RECENT, Measure, Samples, Slowness, SpeedRecord, Track
+from policies.step_time import NEUTRAL, Shape
 
 CONTEXT_TOKENS = 1024  # of one stream, for the shape of a decode step over its batch
 BUSIER = 1.25

@@ -1,4 +1,4 @@
-"""What a newcomer would meet at an endpoint: the outlook of EndpointLoad in plain floats, and an answer's pace.
+"""What a newcomer would meet at an endpoint: the outlook of EngineLoad in plain floats, and an answer's pace.
 
 Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it, and when one
 prompt's first token will come (foresight.py).
@@ -6,50 +6,19 @@ prompt's first token will come (foresight.py).
 
 from __future__ import annotations
 
-from math import exp, inf
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
-    from policies.timeline import Timeline
+    from policies.engine_load import EngineLoad
+    from policies.paper import Paper
 
-RATE_S = 20.0  # over how long the prompt tokens computed are averaged
-SHARE_S = 120.0  # over how long the share of the time that prompts take is averaged
 BEHIND = 0.2  # of what usually arrives, what is sent behind a prompt that waits: routing sends the most elsewhere
 FRESH_S = 0.5  # how old that average may be
 MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
 
 
-class Averages:
-    """What an engine has been doing lately, on paper.
-
-    rate         prompt tokens computed per second, over RATE_S
-    share, pace  of the time, what steps with prompts take; how many of them there are per second; over SHARE_S
-    """
-
-    __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
-
-    def __init__(self, now: float) -> None:
-        self.at, self.born = now, inf
-        self.rate = self.share = self.pace = self.seen_s = 0.0
-        self.seen_steps = 0
-
-    def update(self, timeline: Timeline, now: float) -> None:
-        """Count what was planned and computed since the last time."""
-        passed = now - self.at
-        kept = exp(-passed / RATE_S)
-        self.rate = self.rate * kept + timeline.planned * (1.0 - kept) / passed
-        self.at, timeline.planned = now, 0
-        if self.born < now:
-            gain = min(1.0, passed / min(SHARE_S, now - self.born))
-            self.share += gain * ((timeline.prefill_s - self.seen_s) / passed - self.share)
-            self.pace += gain * ((timeline.prefill_steps - self.seen_steps) / passed - self.pace)
-        else:
-            self.born = now
-        self.seen_s, self.seen_steps = timeline.prefill_s, timeline.prefill_steps
-
-
-def tpot_s(timeline: Timeline, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
+def tpot_s(timeline: Paper, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
     """Expected seconds per output token of a newcomer whose first token comes after `first_s`, in the mean over all
     that may arrive meanwhile; most requests meet less, a few much more. It adds to the batch (step_s)."""
     belief, lately = load.belief, timeline.lately
@@ -62,8 +31,8 @@ def tpot_s(timeline: Timeline, load: EndpointLoad, prompt_tokens: int, output_to
     return expected
 
 
-def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
-    """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
+def refresh(timeline: Paper, load: EngineLoad, now: float) -> None:
+    """Say in plain floats what a newcomer would meet (EngineLoad's docstring)."""
     timeline.fresh_at, timeline.stale = now, False
     belief, others = load.belief, load.others
     batch = timeline.batch + load.strangers + others.decoding
@@ -82,7 +51,8 @@ def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
     _queue(timeline, load, room, now)
     lately = timeline.lately
     if now - lately.at > FRESH_S:
-        lately.update(timeline, now)
+        lately.update(timeline.planned, timeline.prefill_s, timeline.prefill_steps, now)
+        timeline.planned = 0
     busy = lately.rate * belief.token_s
     stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
     load.sequence_s = stretch * belief.sequence_s
@@ -92,7 +62,7 @@ def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
         _room(timeline, load, load.kv_tokens, context)
 
 
-def _queue(timeline: Timeline, load: EndpointLoad, room: int, now: float) -> None:
+def _queue(timeline: Paper, load: EngineLoad, room: int, now: float) -> None:
     """When what is queued will be computed, and when its next first token is due."""
     others, tokens = load.others, timeline.queued_tokens
     base = timeline.ends if timeline.busy else timeline.began
@@ -110,7 +80,7 @@ def _queue(timeline: Timeline, load: EndpointLoad, room: int, now: float) -> Non
         load.due_at = inf
 
 
-def _room(timeline: Timeline, load: EndpointLoad, kv_tokens: float, context: float) -> None:
+def _room(timeline: Paper, load: EngineLoad, kv_tokens: float, context: float) -> None:
     """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
     waiting = load.others.prefill_tokens
     for prompt in timeline.queue:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.model import Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Candidate
 
 LEAST_SHARE = 0.2
 """Prefill gets so much of the time whatever the budget: it may be one that nobody could keep."""

@@ -12,10 +12,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies import lessons
+from policies.averages import Averages
 from policies.held import Prefixes
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
+    from policies.engine_load import EngineLoad
+    from policies.queued_prompt import Prompt
 
 TOGETHER = 0.25
 """First tokens within so much of a decode step were made by one step."""
@@ -25,54 +27,6 @@ OVERDUE = 0.5
 
 NEARLY_FULL = 0.03
 """Share of an engine's KV: with less of it free, a prompt that was believed to have room may be waiting for it."""
-
-
-class Prompt:
-    """One booked prompt on paper. What it knows of decoding is set at its first token.
-
-    enters    policy clock when the engine's scheduler sees it
-    left, at  tokens in no step yet, and tokens of the prompt before those
-    planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
-    coming    its KV is computed elsewhere, and has no room here yet
-    had       tokens of it that were believed to be cached, and so may be somebody else's as well
-    sequences answers that grow from it; output_tokens  expected of each of them
-    told      somebody will tell of its first token; else it is believed to come when the step ends
-    """
-
-    __slots__ = (
-        *("at", "began", "coming", "decode_base_s", "decode_context_s", "decoding", "enters", "had", "left", "locked"),
-        *("output_tokens", "planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
-    )
-
-    at: int
-    began: float
-    coming: bool
-    decode_base_s: float
-    decode_context_s: float
-    decoding: bool
-    enters: float
-    had: int
-    left: int
-    locked: bool
-    output_tokens: float
-    planned: bool
-    prefill_s: float
-    prefill_steps: int
-    prompt_tokens: int
-    sequences: int
-    tick: float
-    told: bool
-
-    @property
-    def fresh(self) -> int:
-        """Tokens that were to be computed when it came: the last one always is."""
-        return max(1, self.prompt_tokens - self.had)
-
-    def computed(self) -> None:
-        """Its first token is made, or believed to be where nobody will tell: it decodes."""
-
-    def join(self, now: float) -> None:
-        """Its endpoint's timeline begins anew, with it."""
 
 
 class Paper:
@@ -93,13 +47,28 @@ class Paper:
     raw_base_s, raw_context_s     what it takes by the prior, and to read the context
     planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
                                   the time of steps without by the prior in those two parts, ever
+    lately                        what it has been doing lately, in averages
+    idle_s, over_s                seconds from a pick to the first step of an idle engine; what a step with prompts pays
+                                  besides them (outlook.py)
+    fresh_at, stale               when the outlook was refreshed, and whether something was left out of it since
     span                          the steps since somebody knew the clock: what the next first token judges
     """
 
     __slots__ = (
-        *("batch", "began", "busy", "decode_base_s", "decode_context_s", "decode_s", "ends", "finishing", "kv_coming"),
-        *("kv_prompts", "kv_ratio", "planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs"),
-        *("queued_tokens", "raw_base_s", "raw_context_s", "since", "span", "starts", "step_tokens", "tick", "told_at"),
+        *("batch", "began", "busy", "decode_base_s", "decode_context_s", "decode_s", "ends", "finishing", "fresh_at"),
+        *("idle_s", "kv_coming", "kv_prompts", "kv_ratio", "lately", "over_s", "planned", "prefill_s", "prefill_steps"),
+        *(
+            "prefixes",
+            "queue",
+            "queued_pairs",
+            "queued_tokens",
+            "raw_base_s",
+            "raw_context_s",
+            "since",
+            "span",
+            "stale",
+        ),
+        *("starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -115,9 +84,12 @@ class Paper:
         self.prefixes = Prefixes()
         self.prefill_s = self.decode_s = 0.0
         self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
+        self.lately = Averages(now)
+        self.fresh_at, self.stale = -inf, False
+        self.idle_s = self.over_s = 0.0
         self.span = lessons.Span()
 
-    def advance(self, load: EndpointLoad, now: float) -> None:
+    def advance(self, load: EngineLoad, now: float) -> None:
         """Play the believed steps up to now. A step that completes a prompt lasts until its first token says so."""
         if self.told_at > -inf and not self._go_on(load, now):
             return
@@ -150,16 +122,16 @@ class Paper:
         """Whether first tokens have just ended a step, so that others of its may be on their way still."""
         return now - self.told_at <= TOGETHER * self.decode_s
 
-    def _go_on(self, load: EndpointLoad, now: float) -> bool:
+    def _go_on(self, load: EngineLoad, now: float) -> bool:
         """Plan the step after the one that first tokens ended, if all of them have come."""
         at = self.told_at
         if self.together(now):
             return False
         self.told_at = -inf
         if at - self.span.anchor > lessons.LEARN_S:
-            lessons.learn(self, load, at)
+            lessons.learn(self.span, load, self.ends, at)
         if not (self.queue and self._plan(load, at)):
-            lessons.learn(self, load, at)
+            lessons.learn(self.span, load, self.ends, at)
         return True
 
     def skip(self, prompt: Prompt, now: float) -> None:
@@ -175,7 +147,7 @@ class Paper:
         self.tick += 1
         self.began, prompt.planned = now, True
 
-    def _begin(self, load: EndpointLoad, start: float) -> bool:
+    def _begin(self, load: EngineLoad, start: float) -> bool:
         """Begin a step with prompts after steps without, from where the next first token is measured."""
         if self.batch:
             self._decode(start)
@@ -191,7 +163,7 @@ class Paper:
             self.decode_base_s += steps * self.raw_base_s
             self.decode_context_s += steps * self.raw_context_s
 
-    def _plan(self, load: EndpointLoad, at: float) -> bool:
+    def _plan(self, load: EngineLoad, at: float) -> bool:
         """Begin a step with the prompts that have entered by then; False when there are none that fit."""
         belief, queue = load.belief, self.queue
         shape = belief.shape
@@ -224,7 +196,7 @@ class Paper:
         self.span.add(prefill, shape.filling(tokens), belief.area_s * pairs, decode, load.others.prefill_tokens)
         return True
 
-    def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
+    def _fits(self, load: EngineLoad, prompt: Prompt) -> bool:
         """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
         if self.needs(prompt) > self.kv_free(load):
             self.span.tight = True
@@ -239,14 +211,14 @@ class Paper:
         """KV tokens that the engine must have free to begin it."""
         return prompt.fresh + self.prefixes.alone() * prompt.had
 
-    def kv_free(self, load: EndpointLoad) -> float:
+    def kv_free(self, load: EngineLoad) -> float:
         """KV tokens that nobody holds now; infinite while it is unknown how many there are."""
         if load.kv_tokens is None:
             return inf
         held = self.starts + self.batch * self.tick + self.kv_prompts
         return load.kv_tokens - (held - self.prefixes.tokens + self.prefixes.distinct)
 
-    def _starved(self, load: EndpointLoad, now: float) -> bool:
+    def _starved(self, load: EngineLoad, now: float) -> bool:
         """Whether the step that is overdue has not begun, for others hold KV until it is full: all its prompts began
         with it, on paper."""
         if now - self.ends < OVERDUE * (self.ends - self.began) or load.kv_tokens is None:
@@ -257,7 +229,7 @@ class Paper:
             return False
         return sum(prompt.fresh for prompt in self.finishing) <= self.step_tokens
 
-    def _retract(self, load: EndpointLoad) -> None:
+    def _retract(self, load: EngineLoad) -> None:
         """The step was none: its prompts wait for KV, and there is less of it than was believed. Others decoded on."""
         finishing, self.finishing = self.finishing, []
         for prompt in reversed(finishing):
@@ -312,7 +284,7 @@ class Paper:
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
-    def hurry(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
+    def hurry(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
         """The engine is faster than believed: plan on to the step that completes this prompt."""
         prompt.enters = min(prompt.enters, now)
         while not prompt.planned:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from math import exp, inf
 
 from policies.contract import Picker
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 
 
 def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:

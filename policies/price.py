@@ -15,9 +15,11 @@ import msgspec
 from policies import pickers
 from policies.bounds import Amount, Factor
 from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.latency import Speed, room_s
-from policies.model import Ask, Candidate, EndpointLoad, Request
+from policies.latency import room_s
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Request
 from policies.presets import ORDINARY, Preset
+from policies.step_time import Speed
 
 LEAST_BUDGET = 0.05
 """Share of the TTFT budget that is reckoned with when more than the rest was spent waiting at the gateway."""

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policies.kalman import MOST_CORRECTION
-from policies.latency import Shape
 from policies.prefix_index import MAX_SLOTS, _beyond, _stamps
 from policies.quota import Limits
 from policies.sessions import Session
+from policies.step_time import Shape
 
 if TYPE_CHECKING:
     from policies.dual import PricedAdmission
     from policies.kalman import Kalman
-    from policies.latency import Belief
     from policies.lengths import OutputLengths
     from policies.prefix_index import PrefixIndex
     from policies.quota import Quota
+    from policies.step_time import Belief
 
 BLOCKS = 512
 """Blocks of an index in one value: about half a millisecond of work."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.contract import Scorer
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 
 
 def same() -> Scorer:

@@ -21,7 +21,8 @@ from policies import admission as verdicts
 from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Verdict, Wait, WaitingRoom
 from policies.appraisal import appraise
 from policies.fairness import Counters, FairShares, charged_tokens
-from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request
 
 T = TypeVar("T", bound=Hashable)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 
 LEAST = 0.1
 

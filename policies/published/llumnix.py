@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from policies import pickers
 from policies.contract import Policy, Weighted
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 

@@ -9,7 +9,8 @@ from policies import pickers
 from policies.bounds import Amount, Count, Positive
 from policies.contract import Policy, Weighted
 from policies.latency import tpot_s
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held, prefill_s
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from policies import pickers
 from policies.bounds import Amount, Count, Share
 from policies.contract import Policy, Scorer, Weighted
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 

@@ -22,7 +22,7 @@ from planner.replay.front import INDEX_BYTES
 from planner.replay.group import Group
 from policies import registry
 from policies.fingerprint import Fingerprint
-from policies.foreign import foreign, own
+from policies.ledger import foreign, own
 from policies.model import Ask, Candidate, Pick
 from policies.prefix_index import PrefixIndex
 from tests.sim.conversation import conversation

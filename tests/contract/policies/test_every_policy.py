@@ -10,7 +10,8 @@ import pytest
 
 from policies import registry
 from policies.fingerprint import Fingerprinter
-from policies.model import STANDARD, Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import STANDARD, Ask, Candidate, Endpoint, Request, Slo
 from policies.run import pick, refusal
 from tests.contract.policies.extremes import builds
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from policies import ledger
-from policies.foreign import foreign, own
 from policies.kalman import MOST_CORRECTION
 from policies.latency import backlog_s, spread, tpot_s, ttft_s
-from policies.ledger import Entry
-from policies.model import EndpointLoad, Request
+from policies.ledger import Entry, foreign, own
+from policies.load import EndpointLoad
+from policies.model import Request
 
 OUTLOOK = ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s", "kv_s")
 COUNTS = ("in_flight", "answers", "prefill_tokens", "decode_tokens", "expected_tokens", "decoding", "kv_booked")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.contract import DECODE, WHOLE, Part
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request, Slo
 from policies.price import Priced, Prices
 
 share = st.floats(0.0, 1.0)

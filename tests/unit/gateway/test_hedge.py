@@ -16,7 +16,7 @@ import pytest
 from gateway.endpoints import DOUBT_S, SUSPECT_CEILING
 from gateway.hedge import CREDIT
 from policies.health import Event, State
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.speed_record import Verdict
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.split.halves import (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from random import Random
 
 from policies.admission import DrainRate, Shed, Verdict, WaitingRoom
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:

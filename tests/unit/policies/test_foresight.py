@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from policies import ledger
-from policies.foresight import MOST_STEPS, Arrivals
+from policies.averages import Arrivals
+from policies.foresight import MOST_STEPS
 from policies.held import Prefixes
-from policies.latency import Belief, shape_for
 from policies.lengths import Lately
-from policies.model import EndpointLoad, Request
+from policies.load import EndpointLoad
+from policies.model import Request
+from policies.step_time import Belief, shape_for
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 

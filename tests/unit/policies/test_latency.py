@@ -9,11 +9,13 @@ from random import Random
 import pytest
 
 from policies import ledger
-from policies.foreign import Share, foreign
-from policies.latency import NEUTRAL, Belief, Shape, backlog_s, shape_for, spread, tpot_s, ttft_s, ttfts
-from policies.ledger import Entry
+from policies.foreign import Share
+from policies.latency import backlog_s, spread, tpot_s, ttft_s, ttfts
+from policies.ledger import Entry, foreign
 from policies.lessons import SHORT_S
-from policies.model import Candidate, Endpoint, EndpointLoad, Request
+from policies.load import EndpointLoad
+from policies.model import Candidate, Endpoint, Request
+from policies.step_time import NEUTRAL, Belief, Shape, shape_for
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from policies.latency import shape_for
 from policies.outlier import Member, SlowLimits, review
 from policies.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, Verdict
+from policies.step_time import shape_for
 
 LIMITS = SlowLimits()
 H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)

@@ -10,7 +10,8 @@ import pytest
 
 from policies import registry
 from policies.filters import available, prefer_proven, untried
-from policies.model import Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Candidate
 from policies.presets import LeastLoaded
 from policies.run import pick, refusal
 from tests.unit.policies.builders import ask, candidate

@@ -11,10 +11,10 @@ import pytest
 
 from policies import registry
 from policies.contract import DECODE, WHOLE, Part
-from policies.latency import PRIOR_VAR, Speed
 from policies.model import Ask, Candidate, Request, Slo
 from policies.price import Priced, Prices, level, patience_s
 from policies.run import pick
+from policies.step_time import PRIOR_VAR, Speed
 from tests.unit.policies.builders import ask, candidate
 
 PRICES = Prices(Priced())

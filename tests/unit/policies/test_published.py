@@ -11,9 +11,9 @@ import pytest
 from policies import registry
 from policies.contract import Policy
 from policies.fingerprint import Fingerprint, Fingerprinter
-from policies.latency import Belief, Shape
 from policies.model import Ask, Candidate, Request, Slo
 from policies.run import pick
+from policies.step_time import Belief, Shape
 from tests.unit.policies.builders import ask, candidate
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")

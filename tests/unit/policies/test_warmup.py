@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.filters import below_cap
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.warmup import ceiling
 from tests.unit.policies.builders import ask, candidate
 
