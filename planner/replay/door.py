@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
 from planner.replay.flight import Flight
+from planner.replay.port import FleetPort
 from planner.replay.record import End, Record
 from policies.admission import Admit, Outcome, Shed
 from policies.model import Ask, Pick
 from policies.waiting import Room
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
 
 TICK_S = 0.1
 NO_RETRY_AFTER = Shed("no_capacity", 1.0)
@@ -27,7 +24,7 @@ SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 class Door:
     """Sole owner of the waiting room and of the random numbers of clients. `room` None: everybody is let in at once."""
 
-    def __init__(self, fleet: Fleet, room: Room[int] | None) -> None:
+    def __init__(self, fleet: FleetPort, room: Room[int] | None) -> None:
         self._fleet = fleet
         self._room = room
         self._clients = fleet.options.clients

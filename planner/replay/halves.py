@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,15 +13,13 @@ from mockgpu.handoff.legs import At, Take
 from mockgpu.job import Job, State
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.replay.port import FleetPort
 from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.contract import Policy
 from policies.model import Ask, Role
 from policies.split import Group as Fits
 from policies.split import Pools, Shape, SplitRule, after_prefill_s, compat, splitter
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
 
 _WHOLE = Shape()
 _NOWHERE = At("")
@@ -31,7 +28,7 @@ _NOWHERE = At("")
 class Halves:
     """Sole owner of the links' timetables and of the mode that the splitting rule is in."""
 
-    def __init__(self, fleet: Fleet, rule: SplitRule, policy: Policy) -> None:
+    def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
         self._splitter = splitter(rule, policy)
         self._splitting = False

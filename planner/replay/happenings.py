@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from planner.replay.group import Group
 from planner.replay.options import Fault, Trouble
+from planner.replay.port import FleetPort
 from policies import ledger
 from policies.warmup import ceiling
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
 
 Reading = tuple[Group, int, int, float]
 """What a group's metrics said: jobs running, jobs waiting, share of its KV blocks in use."""
@@ -21,7 +17,7 @@ SWEEP_S = 0.25
 class Happenings:
     """Puts them on the fleet's heap. Owns nothing."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: FleetPort) -> None:
         self._fleet = fleet
 
     def announce(self) -> None:

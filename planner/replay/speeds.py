@@ -8,19 +8,16 @@ retry budget.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from mockgpu.job import Job
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.replay.port import FleetPort
 from policies import outlier
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.outlier import Member, SlowLimits, Yardsticks
 from policies.saved_state import belief_state, restore_belief
 from policies.speed_record import Measure, Verdict
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
 
 REVIEW_S, SWEEP_S, PROBE_S = 1.0, 0.25, 1.0
 LATE_FACTOR = 1.2  # of the factor from which on a group is slow
@@ -31,7 +28,7 @@ SUSPECT_CEILING = 1
 class Speeds:
     """Sole owner of what was sampled of streams. `ejected`: (clock, group) of every ejection."""
 
-    def __init__(self, fleet: Fleet, factor: float) -> None:
+    def __init__(self, fleet: FleetPort, factor: float) -> None:
         self._fleet = fleet
         self._limits = SlowLimits(factor)
         self._made: dict[Job, int] = {}
