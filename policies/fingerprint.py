@@ -1,6 +1,6 @@
 """Fingerprint: a prompt as a chain of block keys, so that equal beginnings give equal keys.
 
-Lives here: the keyed arithmetic from bytes or token ids to keys. Not here: who holds which block (prefix_index.py),
+Lives here: the keyed arithmetic from bytes to keys. Not here: who holds which block (prefix_index.py),
 or what counts as the prompt and what as the salt (the gateway decides: tools, template arguments and messages are
 parts; tenant, model and LoRA are salt).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -78,27 +78,23 @@ class Fingerprinter:
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
         self._arithmetic = fold.BEST(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
-        self._seeds: dict[tuple[bytes, bytes], int] = {}
+        self._seeds: dict[bytes, int] = {}
 
     def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
         """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
 
         One contiguous part is read in place; several are joined once.
         """
-        return self._chain(self._seed(b"text", salt), parts[0] if len(parts) == 1 else b"".join(parts))
+        return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def of_tokens(self, salt: bytes, ids: Iterable[int]) -> Fingerprint:
-        """The fingerprint of token ids, four bytes each. Raises OverflowError or TypeError for what is no token id."""
-        return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
-
-    def _seed(self, kind: bytes, salt: bytes) -> int:
+    def _seed(self, salt: bytes) -> int:
         """The number a chain begins with; remembered, for tenants and models are few and come again."""
-        seed = self._seeds.get((kind, salt))
+        seed = self._seeds.get(salt)
         if seed is None:
-            digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
+            digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=b"text").digest()
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
-            seed = self._seeds[kind, salt] = int.from_bytes(digest, "little")
+            seed = self._seeds[salt] = int.from_bytes(digest, "little")
         return seed
 
     def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:

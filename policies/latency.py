@@ -6,7 +6,6 @@ Plain functions of EngineLoad. Step times and what is learnt about them are in s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
     """Expected seconds per output token of a newcomer with that much context."""
     return load.step_s + load.sequence_s + load.context_s * context_tokens
-
-
-def spread(load: EngineLoad) -> float:
-    """Relative error that predictions for this endpoint have had: one standard deviation of ln(actual / predicted)."""
-    return sqrt(load.belief.error)
 
 
 def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float) -> list[float]:

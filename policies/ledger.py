@@ -141,8 +141,6 @@ class Entry(Prompt):
         load = self._load
         if load.believed:
             self.told = True
-            if self._booked_at is not None and self._first_s is not None:
-                load.belief.missed(self._first_s, now - self._booked_at)
             load.timeline.answered(load, self, now)
 
     def computed(self) -> None:

@@ -74,7 +74,6 @@ class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     reached: float
     mix: list[float]
     context: float
-    error: float
 
 
 class SessionState(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +199,6 @@ def belief_state(belief: Belief) -> BeliefState:
         belief._reached,
         list(belief._mix),
         belief._context,
-        belief.error,
     )
 
 
@@ -209,13 +207,13 @@ def restore_belief(belief: Belief, state: BeliefState) -> bool:
     filters = ((belief.prompts, state.prompts), (belief.decodes, state.decodes), (belief.layers, state.layers))
     if state.shape != belief.shape or len(state.mix) != len(belief._mix):
         return False
-    numbers = (state.request_s, state.reached, state.context, state.error, *state.mix)
+    numbers = (state.request_s, state.reached, state.context, *state.mix)
     if not all(map(isfinite, numbers)) or not all(_fits(live, saved) for live, saved in filters):
         return False
     for live, saved in filters:
         live.restore(saved.logs, saved.covar, saved.var, saved.last)
     belief.request_s, belief._reached = state.request_s, state.reached
-    belief._mix, belief._context, belief.error = list(state.mix), state.context, state.error
+    belief._mix, belief._context = list(state.mix), state.context
     belief.settle()
     return True
 

@@ -145,14 +145,13 @@ class Belief:
     prefill, pairs, step  the same as one factor each, for prompts and steps as they usually come
     paces    factors on what prompts add to steps, by FILLS
     request_s  what the API costs a request before the engine sees it
-    error    running mean square of ln(actual TTFT / predicted)
     The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
     what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does; `area_s` is the
     shape's attention with its own factor alone.
     """
 
     __slots__ = (
-        *("area_s", "base_s", "context_s", "decodes", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s"),
+        *("area_s", "base_s", "context_s", "decodes", "floor_s", "flop_s", "layers", "layers_s", "pair_s"),
         *("_context", "_mix", "_reached", "paces", "pairs", "prefill", "prompts", "request_s", "room", "sequence_s"),
         *("shape", "step", "token_s"),
     )
@@ -162,7 +161,6 @@ class Belief:
         self.prompts = Kalman(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
         self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
         self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
-        self.error = PRIOR_VAR
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # a prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
@@ -240,9 +238,3 @@ class Belief:
         self._reached += weight
         gain = weight * max(REACH_GAIN, 1.0 / self._reached)
         self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
-
-    def missed(self, predicted_s: float, actual_s: float) -> None:
-        """How far a prediction of a time to first token was off: the error bars."""
-        if predicted_s > 0 and actual_s > 0:
-            off = 2.0 * (actual_s - predicted_s) / (actual_s + predicted_s)  # nearly the logarithm, and bounded
-            self.error += 0.05 * (off * off - self.error)

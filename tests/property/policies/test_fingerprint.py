@@ -61,14 +61,6 @@ def test_different_secrets_share_no_key(prompt: bytes) -> None:
     assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(stranger.of(b"s", prompt).keys.tolist())
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.lists(st.integers(0, 2**32 - 1), max_size=20))
-def test_token_ids_obey_the_prefix_law_and_never_meet_text(ids: list[int], more: list[int]) -> None:
-    keys = PRINTS.of_tokens(b"s", ids).keys.tolist()
-    assert PRINTS.of_tokens(b"s", ids + more).keys.tolist()[: len(keys)] == keys
-    as_text = b"".join(number.to_bytes(4, "little") for number in ids)
-    assert not set(keys) & set(PRINTS.of(b"s", as_text).keys.tolist())
-
-
 @given(numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK))
 def test_word_by_word_gives_the_keys_that_whole_arrays_give(
     word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from policies import ledger
 from policies.kalman import MOST_CORRECTION
-from policies.latency import backlog_s, spread, tpot_s, ttft_s
+from policies.latency import backlog_s, tpot_s, ttft_s
 from policies.ledger import Entry, foreign, own
 from policies.load import EndpointLoad
 from policies.model import Request
@@ -133,7 +133,6 @@ class Ledger(RuleBasedStateMachine):
             assert 0.0 < ttft_s(load, uncached, cached, self.now) < 1e9
         assert 0.0 < tpot_s(load, 1000) < 1e6
         assert 0.0 <= backlog_s(load, self.now) < 1e9
-        assert 0.0 <= spread(load) <= 2.0
 
     @invariant()
     def corrections_are_bounded(self) -> None:

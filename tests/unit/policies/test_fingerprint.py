@@ -63,10 +63,3 @@ def test_blocks_in_another_order_are_another_prompt() -> None:
     prints = Fingerprinter(SECRET, 256)
     a, b = b"a" * 256, b"b" * 256
     assert prints.of(b"", a + b).keys[1] != prints.of(b"", b + a).keys[1]
-
-
-def test_token_ids_that_are_none_are_refused() -> None:
-    with pytest.raises(OverflowError):
-        Fingerprinter(SECRET).of_tokens(b"", [-1])
-    with pytest.raises(TypeError):
-        Fingerprinter(SECRET).of_tokens(b"", ["a"])  # type: ignore[list-item]

@@ -10,7 +10,7 @@ import pytest
 
 from policies import ledger
 from policies.foreign import Share
-from policies.latency import backlog_s, spread, tpot_s, ttft_s, ttfts
+from policies.latency import backlog_s, tpot_s, ttft_s, ttfts
 from policies.ledger import Entry, foreign
 from policies.lessons import SHORT_S
 from policies.load import EndpointLoad
@@ -124,14 +124,6 @@ def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_te
     entry.finished(60.0, 100)
     assert (load.decoding, load.timeline.batch, load.decode_tokens) == (0, 0, 0)
     assert load.belief.step.factor == 1.0
-
-
-def test_error_bars_shrink_while_predictions_hold() -> None:
-    load, now = load_of(), 0.0
-    before = spread(load)
-    for _ in range(60):
-        now = serve(load, now + 1.0, 1.0)
-    assert spread(load) < 0.3 * before
 
 
 def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
