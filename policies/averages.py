@@ -1,25 +1,27 @@
-"""Running averages of one engine: how much it has computed lately, and how much was sent to it.
+"""Running averages of one engine: what it computed lately, and what was sent to it.
 
-Values and their updates only. They are read by outlook.py and foresight.py.
+Values and their updates only. They are read by load_forecast.py and ttft_simulation.py.
 """
 
 from __future__ import annotations
 
 from math import exp, inf
 
-RATE_S = 20.0  # over how long the prompt tokens computed are averaged
-SHARE_S = 120.0  # over how long the share of the time that prompts take is averaged
-ARRIVALS_S = 20.0  # over how long arrivals are averaged
-BEHIND = 0.7  # of what usually arrives, what is sent behind a prompt that waits: routing sends some elsewhere
-UNLIKELY = 0.5  # of the prompts expected in the mean, what is left out: most prompts meet fewer than the mean
-LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts in that average, and seconds, for it to tell anything
+RATE_S = 20.0  # averaging time of computed prompt tokens
+SHARE_S = 120.0  # averaging time of the share of steps with prompts
+ARRIVALS_S = 20.0  # averaging time of arrivals
+# share of the usual arrivals that is sent behind a waiting prompt; routing sends the rest elsewhere
+BEHIND = 0.7
+UNLIKELY = 0.5  # subtracted from the expected prompts: most prompts meet fewer than the mean
+LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be predicted
 
 
 class Averages:
-    """What an engine has been doing lately, on paper.
+    """What an engine has been doing lately, according to its model.
 
-    rate         prompt tokens computed per second, over RATE_S
-    share, pace  of the time, what steps with prompts take; how many of them there are per second; over SHARE_S
+    rate         prompt tokens computed per second, averaged over RATE_S
+    share, pace  share of the time in steps with prompts, and such steps per second, averaged over
+                 SHARE_S
     """
 
     __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
@@ -30,10 +32,10 @@ class Averages:
         self.seen_steps = 0
 
     def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
-        """Count what was planned and computed since the last time."""
+        """Add what was planned and computed since the last update."""
         passed = now - self.at
-        kept = exp(-passed / RATE_S)
-        self.rate = self.rate * kept + planned * (1.0 - kept) / passed
+        decay = exp(-passed / RATE_S)
+        self.rate = self.rate * decay + planned * (1.0 - decay) / passed
         self.at = now
         if self.born < now:
             gain = min(1.0, passed / min(SHARE_S, now - self.born))
@@ -45,7 +47,9 @@ class Averages:
 
 
 class Arrivals:
-    """What has been sent to an endpoint lately, over ARRIVALS_S: prompts, their tokens to compute, and in what time."""
+    """What was sent to an endpoint lately, averaged over ARRIVALS_S: prompts, their uncached
+    tokens, and the time covered.
+    """
 
     __slots__ = ("at", "prompts", "seconds", "tokens")
 
@@ -53,14 +57,16 @@ class Arrivals:
         self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
 
     def came(self, tokens: int, now: float) -> None:
-        """One more prompt."""
-        kept = exp((self.at - now) / ARRIVALS_S)
-        self.at, self.seconds = now, self.seconds * kept + ARRIVALS_S * (1.0 - kept)
-        self.prompts, self.tokens = self.prompts * kept + 1.0, self.tokens * kept + tokens
+        """Record the arrival of a prompt with this many uncached tokens."""
+        decay = exp((self.at - now) / ARRIVALS_S)
+        self.at, self.seconds = now, self.seconds * decay + ARRIVALS_S * (1.0 - decay)
+        self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens
 
     def behind(self, seconds: float) -> float:
-        """Prompt tokens that will be sent within so many seconds behind a prompt that waits; nearer the median than the
-        mean, for a few prompts meet many."""
+        """Return the prompt tokens expected to arrive within `seconds` behind a waiting prompt.
+
+        Closer to the median than to the mean, because a few prompts meet many others.
+        """
         if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
             return 0.0
         prompts = BEHIND * seconds * self.prompts / self.seconds - UNLIKELY

@@ -1,6 +1,7 @@
 """The part of an endpoint's live load that the engine model reads and writes.
 
-Base of EndpointLoad (load.py), in a module of its own so that the modules of the engine model need not import that.
+It is the base of EndpointLoad (load.py), in its own module so that the engine model need not import
+that.
 """
 
 from __future__ import annotations
@@ -20,33 +21,61 @@ class EngineLoad:
 
     Written by ledger.py:
 
-    answers          booked requests that expect more than one output token; the prefill half of a split request does not
-    expected_tokens  expected output tokens of all booked requests, subtracted again when each of them ends
-    strangers        requests from outside the fleet's gateways: the smaller `beyond` of the last two scrapes
-    kv_tokens        KV capacity in tokens; None while unknown
-    others           the part of the booked numbers that belongs to other gateways (foreign.py)
-    entries          the bookings, in booking order
-    belief           learned speed (step_time.py)
+    answers            booked requests that expect more than one output token; not the prefill half
+                       of a split request
+    expected_tokens    expected output tokens of all booked requests, subtracted again when each of
+                       them ends
+    external_requests  requests from outside the gateway fleet: the smaller unexplained_requests of
+                       the last two scrapes
+    kv_tokens          KV capacity in tokens; None while unknown
+    peer_load          the part of the booked numbers that belongs to other gateways (peer_load.py)
+    bookings           the bookings, in booking order
+    belief             learned speed (step_time.py)
 
-    The forecast, written by outlook.py and timeline.py on every ledger event. It is plain floats, so that a scorer
-    costs a few attribute loads per candidate:
+    The forecast, written by load_forecast.py and engine_timeline.py on every ledger event. It is
+    plain floats, so that a scorer costs a few attribute loads per candidate:
 
-    ready_at    policy clock when all booked prompts should be computed; not later than now if none is waiting
-    due_at      policy clock when the next first token of a booked prompt is expected; inf if none is
-    token_s     seconds per additional uncached prompt token, including its share of the step overhead
-    pair_s      seconds per (prompt token x context token) of prefill attention
-    fixed_s     seconds every request pays: API latency, the rest of the current decode step, one step's overhead
-    step_s      seconds per output token at the present load: a decode step plus the prefill steps between two of them
-    sequence_s  increase of step_s per additional sequence in the batch
-    context_s   increase of step_s per additional context token in the batch
-    kv_free     free KV tokens once every queued prompt has its blocks, counting shared prefixes per sequence; inf if
-                unknown
-    kv_s        seconds until one more KV token becomes free
+    prefill_done_at       policy clock when all booked prompts should be computed; not in the future
+                          if none is waiting
+    next_first_token_at   policy clock when the next first token of a booked prompt is expected; inf
+                          if none is
+    prefill_s_per_token   seconds per additional uncached prompt token, including its share of the
+                          step overhead
+    attention_s_per_pair  seconds per (prompt token x context token) of prefill attention
+    fixed_ttft_s          seconds every request pays: API latency, the rest of the current decode
+                          step, one step's overhead
+    decode_s_per_token    seconds per output token at the present load: a decode step plus the
+                          prefill steps in between
+    decode_s_per_sequence       increase of decode_s_per_token per additional sequence in the batch
+    decode_s_per_context_token  increase of decode_s_per_token per additional context token in the
+                                batch
+    free_kv_tokens        free KV once every queued prompt has its blocks, as if no prefixes were
+                          shared; inf if unknown
+    s_per_freed_kv_token  seconds until one more KV token becomes free
     """
 
     __slots__ = (
-        *("answers", "belief", "context_s", "due_at", "entries", "expected_tokens", "fixed_s", "kv_free", "kv_s"),
-        *("kv_tokens", "others", "pair_s", "ready_at", "sequence_s", "step_s", "strangers", "token_s"),
+        *(
+            "answers",
+            "belief",
+            "context_s",
+            "due_at",
+            "entries",
+            "expected_tokens",
+            "fixed_s",
+            "kv_free",
+            "kv_s",
+        ),
+        *(
+            "kv_tokens",
+            "others",
+            "pair_s",
+            "ready_at",
+            "sequence_s",
+            "step_s",
+            "strangers",
+            "token_s",
+        ),
     )
 
     def __init__(self, belief: Belief | None = None) -> None:

@@ -1,8 +1,9 @@
-"""What other gateways have booked at an endpoint: absolute contributions, each source's replaced as a whole.
+"""What other gateways have booked at an endpoint: one absolute share per gateway, replaced as a
+whole.
 
-They are added (ledger.py) to the booked numbers of EndpointLoad, so that caps, scorers and strangers see the fleet's truth, and
-`others` keeps their sum, so that what this gateway booked itself can be told. Not here: how word of them comes
-(gateway/shared).
+The ledger adds them to the booked numbers of EndpointLoad, so that caps, scorers and the count of
+external requests cover the whole fleet. Their sum is stored as well, so that the own part can be
+computed. Transport is in the gateway's peers package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one gateway holds at one endpoint, in the units of EndpointLoad."""
+    """What one gateway has booked at one endpoint, in the units of EndpointLoad."""
 
     in_flight: Amount = 0
     decoding: Amount = 0
@@ -31,7 +32,10 @@ FIELDS = Share.__struct_fields__
 
 
 class Others:
-    """The sum of other gateways' shares at one endpoint, and each of them. One writer: `foreign`."""
+    """The shares of other gateways at one endpoint, and their sum.
+
+    Written by ledger.set_peer_load only.
+    """
 
     __slots__ = (*FIELDS, "shares")
 

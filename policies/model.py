@@ -1,7 +1,7 @@
-"""The vocabulary of routing: frozen values for what is shared, slots for what is counted.
+"""Value types of routing: endpoints, requests, candidates, and the question and answer of one
+routing decision.
 
-Lives here: Endpoint, Candidate, Slo, Request, Ask, Pick and their parts. Not here: how they are read from the wire
-(gateway/openai.py), who writes the live numbers (ledger.py), or any decision.
+All are frozen. Live numbers of an endpoint are in load.py; parsing from HTTP is in the gateway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from policies.load import EndpointLoad
 
 
 class Role(StrEnum):
-    """What a TP group may be asked to do. BOTH serves whole requests."""
+    """What a TP group may serve: prefill or decode of split requests, or (BOTH) whole requests as
+    well.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +27,7 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """Whose wire dialect an endpoint speaks."""
+    """The inference engine, and with it the wire dialect, of an endpoint."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -33,7 +35,7 @@ class EngineKind(StrEnum):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How one engine process spreads a model over GPUs: tensor, pipeline, expert and data parallel sizes."""
+    """Tensor, pipeline, expert and data parallel size of one engine process."""
 
     tp: int = 1
     pp: int = 1
@@ -42,11 +44,13 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One TP group behind one URL, as configured. Live numbers are in EndpointLoad.
+    """One TP group behind one URL, as configured.
 
-    `bootstrap` is host:port of its bootstrap server, for dialects whose decoders are told one. `context_tokens` is the
-    longest prompt and answer that it takes; None: whatever its model takes. `salt_member` is the request member in
-    which it takes a cache salt; empty: it takes none. `tenants` are those that it serves; empty: all.
+    bootstrap       host:port of its bootstrap server, for dialects whose decoder needs it; None
+                    otherwise
+    context_tokens  longest prompt plus answer it accepts; None: the model's own limit
+    salt_member     request member that carries the cache salt; empty: the engine takes no salt
+    tenants         tenants it serves; empty: all
     """
 
     name: str
@@ -65,16 +69,17 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint together with its live load: what filters keep, scorers rate and pickers choose."""
+    """An endpoint with its live load: what filters keep, scorers rate and pickers choose."""
 
     endpoint: Endpoint
     load: EndpointLoad
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """A service class: what its requests are promised, and what keeping the promise to one of them is worth.
+    """A service class: its latency budgets, and what one request served within them is worth.
 
-    ttft_s  budget from arrival to the first token, tpot_s  from there per output token; weight  worth of one request
+    ttft_s  budget from arrival to the first token; tpot_s  from then on per output token; weight
+            value of one request
     """
 
     name: str = "standard"
@@ -87,13 +92,16 @@ STANDARD = Slo()
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a policy may know of a request. Token counts are estimates unless the client sent token ids.
+    """What a policy may know about a request.
 
-    output_tokens  expected of all answers together; choices  answers wanted, of all prompts; prompts  how many
-    priority    higher goes first among those who wait; 0 is everybody's
-    arrived_s   policy clock when it reached the gateway
-    deadline_s  policy clock when its client gives up; None when it did not say
-    session     key of the conversation or agent session it belongs to; "" when unknown
+    Token counts are estimates unless the client sent token ids.
+
+    output_tokens  expected output tokens, summed over all choices
+    choices     answers to generate, summed over all prompts; prompts  number of prompts
+    priority    higher is served first among waiting requests; the default is 0
+    arrived_s   policy clock at arrival at the gateway
+    deadline_s  policy clock at which the client gives up; None if it sent no deadline
+    session     key of the conversation or agent session it belongs to; "" if unknown
     """
 
     id: str
@@ -112,12 +120,15 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One routing question: who of the candidates serves this request now?
+    """One routing question: which of the candidates should serve this request now.
 
-    cached[slot] is how many prompt tokens the endpoint in that slot is believed to hold; empty when the policy
-    does not read prefixes. `fingerprint` is the prompt's chain of block keys, for rules that hash a prefix; None when
-    nobody reads prefixes. `tried` holds names of endpoints that failed this request already. `returns` False: it would
-    not come back to this pool if it were refused, for it only overflows into it.
+    cached_by_slot    prompt tokens that the endpoint in each slot is believed to have cached; empty
+                      if the policy does not read prefixes
+    failed_endpoints  names of endpoints on which this request has failed already
+    fingerprint       the prompt's chain of block keys, for rules that hash a prefix; None if no
+                      policy reads prefixes
+    can_return        False if a client would not retry this pool after a refusal, because the
+                      request only falls back to it
     """
 
     request: Request
@@ -130,9 +141,10 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """The routing decision with its reasons. Higher score is better; the unit is the policy's own.
+    """The routing decision and its reasons. Higher scores are better; the unit is the policy's own.
 
-    `scores` and `kept` are aligned: who the filters kept and how each was rated. References, for explaining the pick.
+    `candidates` are those that passed the filters, `scores` their scores in the same order. Both
+    are references, kept to explain the pick.
     """
 
     candidate: Candidate

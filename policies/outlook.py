@@ -1,7 +1,7 @@
-"""What a newcomer would meet at an endpoint: the outlook of EngineLoad in plain floats, and an answer's pace.
+"""The forecast of an EngineLoad: what a new request would meet at the endpoint, as plain floats.
 
-Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it, and when one
-prompt's first token will come (foresight.py).
+Computed from the engine model (engine_model.py) and the learned speed (step_time.py). The
+simulation of one prompt's first token is in ttft_simulation.py.
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ if TYPE_CHECKING:
     from policies.engine_load import EngineLoad
     from policies.paper import Paper
 
-BEHIND = 0.2  # of what usually arrives, what is sent behind a prompt that waits: routing sends the most elsewhere
-FRESH_S = 0.5  # how old that average may be
-MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
+# share of the usual arrivals that is sent behind a waiting prompt; routing sends most elsewhere
+BEHIND = 0.2
+FRESH_S = 0.5  # maximum age of the averages
+MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take
 
 
-def tpot_s(timeline: Paper, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
-    """Expected seconds per output token of a newcomer whose first token comes after `first_s`, in the mean over all
-    that may arrive meanwhile; most requests meet less, a few much more. It adds to the batch (step_s)."""
+def tpot_s(
+    timeline: Paper, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
+) -> float:
+    """Return the expected seconds per output token of a new request whose first token comes after
+    `first_s`.
+
+    This is the mean over all requests that may arrive meanwhile; most meet less, a few much more.
+    Adds the request to the batch in `decode_s_per_token`.
+    """
     belief, lately = load.belief, timeline.lately
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
     load.step_s += load.sequence_s + load.context_s * prompt_tokens
-    expected = step_s / (1.0 - share + lately.pace * step_s)  # steps with prompts make tokens too
-    if output_tokens > 0:  # those who come while it waits are computed while it decodes
+    # steps with prompts also generate tokens
+    expected = step_s / (1.0 - share + lately.pace * step_s)
+    if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes
         expected += BEHIND * share * first_s / output_tokens
     return expected
 
 
 def refresh(timeline: Paper, load: EngineLoad, now: float) -> None:
-    """Say in plain floats what a newcomer would meet (EngineLoad's docstring)."""
+    """Recompute the forecast (see EngineLoad)."""
     timeline.fresh_at, timeline.stale = now, False
     belief, others = load.belief, load.others
     batch = timeline.batch + load.strangers + others.decoding
@@ -63,17 +71,18 @@ def refresh(timeline: Paper, load: EngineLoad, now: float) -> None:
 
 
 def _queue(timeline: Paper, load: EngineLoad, room: int, now: float) -> None:
-    """When what is queued will be computed, and when its next first token is due."""
+    """Set when the queued prompts will be computed, and when the next first token is due."""
     others, tokens = load.others, timeline.queued_tokens
     base = timeline.ends if timeline.busy else timeline.began
-    if others.prefill_tokens:  # computed between ours
+    if others.prefill_tokens:  # prompts of other gateways are computed in between
         base = max(base, now) + others.prefill_tokens * load.token_s
     queued_s = tokens * load.token_s + timeline.queued_pairs * load.pair_s
     load.ready_at = base + queued_s
     if timeline.finishing:
         load.due_at = base
     elif timeline.queue:
-        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s  # the first step may take all of them
+        # the first step may compute all of it
+        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s
         enters = timeline.queue[0].enters
         load.due_at = (base if base > enters else enters) + first_s + timeline.over_s
     else:
@@ -81,11 +90,19 @@ def _queue(timeline: Paper, load: EngineLoad, room: int, now: float) -> None:
 
 
 def _room(timeline: Paper, load: EngineLoad, kv_tokens: float, context: float) -> None:
-    """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
+    """Set the free KV once all queued prompts have theirs, and the rate at which ending answers
+    free it.
+    """
     waiting = load.others.prefill_tokens
     for prompt in timeline.queue:
         if not prompt.locked:
             waiting += prompt.prompt_tokens
-    load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
-    # While prompts wait for KV nothing comes between decode steps: these are not stretched.
-    load.kv_s = load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context) if context > 0 else 0.0
+    load.kv_free = (
+        kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
+    )
+    # While prompts wait for KV, no prefill runs between decode steps, so these are not stretched.
+    load.kv_s = (
+        load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context)
+        if context > 0
+        else 0.0
+    )

@@ -1,4 +1,4 @@
-"""Pickers: from scores to one candidate. The only place where a decision may be random, through `ask.rng`."""
+"""Pickers: from scores to one candidate. Only pickers may be random, through `query.rng`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from policies.model import Ask, Candidate
 
 
 def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """The highest score, ties at random: many gateways with the same view must not all choose the first."""
+    """Choose the highest score.
+
+    Ties at random, so that gateways with equal views do not all choose the first.
+    """
     top = max(scores)
     ties = [index for index, score in enumerate(scores) if score == top]
     return ties[0] if len(ties) == 1 else ties[int(ask.rng.random() * len(ties))]
 
 
 def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """The highest score; of those that share it the least by the first cost, then by the second, then any of them."""
+    """Choose the highest score; break ties by the lowest of each cost in turn, then at random."""
 
     def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
-        left = [index for index, score in enumerate(scores) if score == top]
+        tied = [index for index, score in enumerate(scores) if score == top]
         for cost in costs:
-            if len(left) == 1:
+            if len(tied) == 1:
                 break
-            each = [cost(candidates[index].load) for index in left]
-            least = min(each)
-            left = [index for index, mine in zip(left, each, strict=True) if mine == least]
-        return left[0] if len(left) == 1 else left[int(ask.rng.random() * len(left))]
+            costs_left = [cost(candidates[index].load) for index in tied]
+            least = min(costs_left)
+            tied = [
+                index
+                for index, cost_here in zip(tied, costs_left, strict=True)
+                if cost_here == least
+            ]
+        return tied[0] if len(tied) == 1 else tied[int(ask.rng.random() * len(tied))]
 
     return pick
 
 
 def better_of_two(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """The better of two different candidates drawn at random (Mitzenmacher 2001); the first of them on a tie."""
+    """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
     first = int(ask.rng.random() * len(scores))
     if len(scores) == 1:
         return first
@@ -45,7 +52,12 @@ def better_of_two(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[fl
 
 
 def softmax(temperature: float) -> Picker:
-    """A draw in which a score counts exp(score / temperature), scores scaled to a range of one; at 0 the best."""
+    """Draw a candidate with probability proportional to exp(score / temperature).
+
+    0 chooses the best.
+
+    Scores are scaled to a range of 1 first. Raises ValueError for a negative temperature.
+    """
     if temperature < 0:
         raise ValueError(f"a temperature is 0 or more, not {temperature}")
     if temperature == 0:
@@ -66,11 +78,12 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """Everybody in turn: among the best scores, the candidate whose last turn is longest ago.
+    """Round robin: of the candidates with the best score, choose the one whose last turn is longest
+    ago.
 
-    Unlike a counter modulo the number of candidates it stays exact when candidates come and go between requests.
-    The one picker with a memory, owned by the policy value it was built for; a slot without a turn yet comes before
-    all that had one, in random order, so that gateways started together do not walk in step.
+    Unlike a counter modulo the number of candidates this stays fair when candidates come and go. It
+    is the only picker with state and belongs to the policy it was built for. Slots without a turn
+    come first, in random order, so that gateways started together do not move in step.
     """
 
     __slots__ = ("_last_turn", "_turn")
@@ -84,16 +97,18 @@ class Rotation:
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]
         except KeyError:
-            self._welcome(ask, candidates)
+            self._add_new_slots(ask, candidates)
             return self(ask, candidates, scores)
         if scores.count(top) != len(scores):
             top = max(scores)
-            turns = [turn if score == top else inf for turn, score in zip(turns, scores, strict=True)]
+            turns = [
+                turn if score == top else inf for turn, score in zip(turns, scores, strict=True)
+            ]
         chosen = turns.index(min(turns))
         self._turn += 1.0
         last[candidates[chosen].load.slot] = self._turn
         return chosen
 
-    def _welcome(self, ask: Ask, candidates: Sequence[Candidate]) -> None:
+    def _add_new_slots(self, ask: Ask, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             self._last_turn.setdefault(candidate.load.slot, -ask.rng.random())

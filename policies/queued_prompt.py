@@ -1,26 +1,49 @@
-"""One booked prompt as the engine model sees it: how far it is, and what it holds.
+"""One booked prompt as the engine model sees it: how far it is, and what it occupies.
 
-State only. The engine model that moves it is paper.py; the booking that extends it is ledger.Entry.
+State only. It is changed by engine_model.py and extended by ledger.LoadBooking.
 """
 
 from __future__ import annotations
 
 
 class Prompt:
-    """One booked prompt on paper. What it knows of decoding is set at its first token.
+    """One booked prompt in the engine model. The fields about decoding are set at its first token.
 
-    enters    policy clock when the engine's scheduler sees it
-    left, at  tokens in no step yet, and tokens of the prompt before those
-    planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
-    coming    its KV is computed elsewhere, and has no room here yet
-    had       tokens of it that were believed to be cached, and so may be somebody else's as well
-    sequences answers that grow from it; output_tokens  expected of each of them
-    told      somebody will tell of its first token; else it is believed to come when the step ends
+    enters_at         policy clock when the engine's scheduler sees it
+    remaining_tokens  tokens not in any step yet; computed_tokens: tokens of the prompt before those
+    is_planned        its last chunk is in a step; is_decoding: past its first token; has_kv: its KV
+                      is allocated
+    awaits_kv         its KV is computed elsewhere and not allocated here yet
+    prefix_tokens     tokens of it that were believed to be cached, whose KV may be shared with
+                      other sequences
+    sequences         answers generated from it; output_tokens: expected of each of them
+    sees_first_token  its first token will be reported; otherwise it is assumed to come when the
+                      step ends
     """
 
     __slots__ = (
-        *("at", "began", "coming", "decode_base_s", "decode_context_s", "decoding", "enters", "had", "left", "locked"),
-        *("output_tokens", "planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
+        *(
+            "at",
+            "began",
+            "coming",
+            "decode_base_s",
+            "decode_context_s",
+            "decoding",
+            "enters",
+            "had",
+            "left",
+            "locked",
+        ),
+        *(
+            "output_tokens",
+            "planned",
+            "prefill_s",
+            "prefill_steps",
+            "prompt_tokens",
+            "sequences",
+            "tick",
+            "told",
+        ),
     )
 
     at: int
@@ -44,11 +67,13 @@ class Prompt:
 
     @property
     def fresh(self) -> int:
-        """Tokens that were to be computed when it came: the last one always is."""
+        """Return the tokens to compute when it arrived, at least one: the last token is always
+        computed.
+        """
         return max(1, self.prompt_tokens - self.had)
 
     def computed(self) -> None:
-        """Its first token is made, or believed to be where nobody will tell: it decodes."""
+        """Mark it as decoding: its step has ended, and no first token will be reported."""
 
     def join(self, now: float) -> None:
-        """Its endpoint's timeline begins anew, with it."""
+        """Add it to its endpoint's timeline, which has just been restarted."""

@@ -1,7 +1,8 @@
-"""Believed step times of one endpoint: a roofline prior, corrected by what was observed.
+"""Learned step times of one endpoint: a roofline prior, corrected by observations.
 
-Contains the analytic cost of an engine step (Shape), its prior for a GPU type and layout, and the online correction
-(Belief). What they say about one request is in latency.py; observations come from ledger.py and timeline.py.
+Contains the analytic cost of an engine step (StepCosts), its prior for a GPU type and layout, and
+the online correction (SpeedBelief). What they mean for one request is in latency.py; observations
+come from calibration.py.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from policies.kalman import Kalman
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The constants of one engine step, in seconds per unit of work (perfmodel 3.2):
+    """The constants of one engine step, in seconds per unit of work:
 
-    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s B + step_s
+    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
+    B + step_s
 
-    p prompt tokens and B decoding sequences in the step, C the summed context of these, area the sum over prompt chunks
-    of chunk x (start + chunk / 2). `request_s` is what the API costs a request before the engine sees it;
-    `budget_tokens` bounds p + B (vLLM's max_num_batched_tokens).
+    p are the prompt tokens and B the decoding sequences in the step, C is the total context of
+    these sequences, and area the sum over prompt chunks of chunk x (start + chunk / 2). `request_s`
+    is the API latency before the engine sees a request; `budget_tokens` bounds p + B (vLLM's
+    max_num_batched_tokens).
     """
 
     weights_s: float
@@ -37,17 +40,20 @@ class Shape(msgspec.Struct, frozen=True):
     budget_tokens: int = 8192
 
     def filling(self, tokens: float) -> tuple[int, float]:
-        """How full a step with so many prompt tokens is: which of its FILLS parts is the last, and how much of that."""
+        """Return the part of FILLS that this many prompt tokens end in, and how much of that part
+        they use.
+        """
         place = FILLS * tokens / self.budget_tokens
         part = min(FILLS - 1, int(place))
         return part, min(1.0, place - part)
 
 
 class _Gpu(msgspec.Struct, frozen=True):
-    """Public peaks of one GPU kind, and what engines reach of them (perfmodel 3.3, 3.4).
+    """Public peak rates of one GPU type, and the share of them that engines reach.
 
-    Bytes/s of memory, FLOP/s dense in bf16 and with 8-bit weights, bytes/s of the link per direction; efficiencies of
-    memory, matrix units, attention and link; microseconds per layer and step, and per sequence of an 80-layer model.
+    Bytes/s of memory, dense FLOP/s in bf16 and with 8-bit weights, bytes/s of the link per
+    direction; efficiency of memory, matrix units, attention and link; microseconds per layer and
+    step, and per sequence of an 80-layer model.
     """
 
     memory: float
@@ -72,7 +78,7 @@ GPUS: Mapping[str, _Gpu] = MappingProxyType(
     }
 )
 UNKNOWN_GPU = "h100"
-# A model of unknown size is taken to fill a quarter of its GPUs' memory with 16-bit weights.
+# A model of unknown size is assumed to fill a quarter of its GPUs' memory with 16-bit weights.
 UNKNOWN_PARAMS_PER_GPU = 8.75e9
 
 
@@ -87,11 +93,13 @@ def shape_for(
     request_s: float = 0.005,
     budget_tokens: int = 8192,
 ) -> Shape:
-    """What a TP group of `tp` x `pp` GPUs may be expected to do before anything was observed; unknowns are neutral.
+    """Return the prior for a TP group of `tp` x `pp` GPUs; unknown arguments get neutral values.
 
-    params_b, active_b   billions of parameters, and of those that one token touches
-    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16 bits
-    Layers and width follow from the parameters as they do for the Llama and Qwen families.
+    params_b, active_b   billions of parameters, and of those the ones that each token activates
+    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16
+                         bits
+
+    Layers and width are derived from the parameters as in the Llama and Qwen families.
     """
     kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
     params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
@@ -101,7 +109,7 @@ def shape_for(
     kv_bytes = kv_token_bytes if kv_token_bytes is not None else 4096 * layers
     flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
     wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
-    # A pipeline works on as many steps at once as it has stages; a single token still passes through all of them.
+    # A pipeline works on as many steps at once as it has stages, but each token passes all stages.
     return Shape(
         weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
         token_s=2 * active / (tp * pp * flops * kind.flops_eff),
@@ -116,18 +124,22 @@ def shape_for(
 
 
 NEUTRAL = shape_for(tp=4)
-PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
-PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
-# What attention and context cost beside the rest follows from depth and width, which are guessed where nobody says.
+PRIOR_VAR = 0.25  # standard deviation of a prior's logarithm: 0.5
+PART_VAR = 0.02  # partly full steps cost about 15 % more or less per token than full ones
+# Attention and context costs depend on depth and width, which are guessed if unknown.
 PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05
-FILLS = 4  # parts of a full step, at whose ends the pace of prompts is known; between them it is drawn straight
-MIX_GAIN = 0.1  # weight of one observation in what steps usually are
-REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
+FILLS = 4  # parts of a full step; the pace is learned at their ends and interpolated in between
+MIX_GAIN = 0.1  # weight of one observation in the running mix of work
+# least weight of an observation of API latency, and the largest accepted latency
+REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
 class Speed:
-    """How many times its prior a kind of work takes at an endpoint, as it usually comes; `var` of the logarithm, as it
-    came last. Prices compare endpoints by it."""
+    """Factor on the prior for one kind of work in its usual mix, with the variance of its
+    logarithm.
+
+    Prices compare endpoints by it.
+    """
 
     __slots__ = ("factor", "var")
 
@@ -136,23 +148,47 @@ class Speed:
 
 
 class Belief:
-    """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
+    """Learned speed of one endpoint: a prior and correction factors.
 
-    prompts  factors on what prompts add to steps: all of it; besides, what they add to steps that are 0, 1, 2 and 3
-             quarters full, whose matrices do not fill the GPU; and attention
-    decodes  factors on steps without prompts: all of it, and reading the context besides
-    layers   factor on what a step with prompts pays whatever its size
-    prefill, pairs, step  the same as one factor each, for prompts and steps as they usually come
-    paces    factors on what prompts add to steps, by FILLS
-    request_s  what the API costs a request before the engine sees it
-    The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
-    what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does; `area_s` is the
-    shape's attention with its own factor alone.
+    Written by its timeline and ledger.
+
+    prompts  factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
+             quarters full, whose matrices do not fill the GPU; and on attention
+    decodes  factors on steps without prompts: on all of it, and on reading the context
+    layers   factor on the fixed part of a step with prompts
+    prefill, pairs, step  the same as one factor each, for the usual mix of work
+    paces    factors on the prefill part of steps at the ends of FILLS
+    request_s  API latency before the engine sees a request
+
+    The other attributes are the prior times its factors: `flop_s` per decoding sequence, `layers_s`
+    the fixed part of a step with prompts, `base_s` and `floor_s` the fixed part and lower bound of
+    one without; `area_s` is the prior's attention cost times its own factor only.
     """
 
     __slots__ = (
-        *("area_s", "base_s", "context_s", "decodes", "floor_s", "flop_s", "layers", "layers_s", "pair_s"),
-        *("_context", "_mix", "_reached", "paces", "pairs", "prefill", "prompts", "request_s", "room", "sequence_s"),
+        *(
+            "area_s",
+            "base_s",
+            "context_s",
+            "decodes",
+            "floor_s",
+            "flop_s",
+            "layers",
+            "layers_s",
+            "pair_s",
+        ),
+        *(
+            "_context",
+            "_mix",
+            "_reached",
+            "paces",
+            "pairs",
+            "prefill",
+            "prompts",
+            "request_s",
+            "room",
+            "sequence_s",
+        ),
         *("shape", "step", "token_s"),
     )
 
@@ -162,12 +198,12 @@ class Belief:
         self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
         self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
         self.request_s, self.room = shape.request_s, shape.budget_tokens
-        self._reached = 1.0  # a prior counts as one observation
+        self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
         self.settle()
 
     def settle(self) -> None:
-        """Multiply the prior by what was learnt."""
+        """Recompute the products of prior and factors."""
         self._settle_prompts()
         self._settle_layers()
         self._settle_decodes()
@@ -188,53 +224,78 @@ class Belief:
         shape, (slower, context) = self.shape, self.decodes.factors
         self.step.factor = slower * (1.0 - self._context + self._context * context)
         self.step.var = self.decodes.var
-        self.context_s, self.sequence_s = slower * context * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
+        self.context_s, self.sequence_s = (
+            slower * context * shape.context_s,
+            slower * (shape.sequence_s + shape.wire_s),
+        )
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
 
     def pace(self, tokens: float) -> float:
-        """The factor on what so many prompt tokens add to a step that they are computed in."""
+        """Return the factor on the prefill part of a step with this many prompt tokens."""
         part, beyond = self.shape.filling(tokens)
         less = self.paces[part]
         return less + beyond * (self.paces[part + 1] - less)
 
     def prompts_s(self, tokens: float, pairs: float) -> float:
-        """Seconds by the prior, but for attention's own factor, that so many prompt tokens and query-key pairs add to a
-        step; `pace` is the factor on them."""
+        """Return the prior seconds that prompt tokens and query-key pairs add to a step.
+
+        Only attention's own factor is included; multiply by `pace(tokens)`.
+        """
         compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
-        return (compute_s if compute_s > weights_s else weights_s) + self.shape.wire_s * tokens + self.area_s * pairs
+        return (
+            (compute_s if compute_s > weights_s else weights_s)
+            + self.shape.wire_s * tokens
+            + self.area_s * pairs
+        )
 
     def beside_s(self, batch: int, context: float) -> float:
-        """Seconds that so many sequences, decoding over so much context, add to a step with prompts."""
+        """Return the seconds that decoding sequences with this total context add to a step with
+        prompts.
+        """
         return self.context_s * context + (self.sequence_s + self.flop_s) * batch
 
-    def prompted(self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float) -> None:
-        """Prompts took `ratio` times as long as believed. fills: their seconds by the prior as `pace` shares them out
-        among FILLS; pairs_s: those of attention."""
+    def prompted(
+        self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
+    ) -> None:
+        """Learn that prefill took `ratio` times as long as predicted.
+
+        fills    its prior seconds, distributed over the ends of FILLS as `pace` interpolates
+        pairs_s  the part of them that is attention
+        """
         raw_s = sum(fills)
         parts_s = [*map(mul, fills, self.paces)]
         believed_s = sum(parts_s)
         shares = (1.0, *(part_s / believed_s for part_s in parts_s[:FILLS]), pairs_s / raw_s)
         self.prompts.observe(ratio, shares, noise_var)
-        self._mix = [each + MIX_GAIN * (seen_s / raw_s - each) for each, seen_s in zip(self._mix, fills, strict=True)]
+        self._mix = [
+            share_s + MIX_GAIN * (seen_s / raw_s - share_s)
+            for share_s, seen_s in zip(self._mix, fills, strict=True)
+        ]
         self._settle_prompts()
 
     def layered(self, ratio: float, noise_var: float) -> None:
-        """What steps with prompts pay whatever their size was `ratio` times what was believed."""
+        """Learn that the fixed part of prefill steps took `ratio` times as long as predicted."""
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
 
     def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
-        """Steps without prompts took so long that by the prior take `base_s`, and `context_s` to read the context."""
-        slower, context = self.decodes.factors
+        """Learn from decode steps that took `seen_s`.
+
+        Their prior is `base_s`, plus `context_s` to read the context.
+        """
+        factor, context = self.decodes.factors
         context_s *= context
         share = context_s / (base_s + context_s)
-        self.decodes.observe(seen_s / (slower * (base_s + context_s)), (1.0, share), noise_var)
+        self.decodes.observe(seen_s / (factor * (base_s + context_s)), (1.0, share), noise_var)
         self._context += MIX_GAIN * (share - self._context)
         self._settle_decodes()
 
     def reached(self, seen_s: float, weight: float = 1.0) -> None:
-        """How long a request was on its way to the engine's scheduler; how much one first token tells of it, 0 to 1."""
+        """Learn the time a request needed to reach the scheduler.
+
+        `weight` (0 to 1) is the evidence of this observation.
+        """
         self._reached += weight
         gain = weight * max(REACH_GAIN, 1.0 / self._reached)
         self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)

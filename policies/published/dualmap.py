@@ -15,7 +15,10 @@ from policies.published.mooncake import soonest
 from policies.published.view import held
 
 _WORD = (1 << 64) - 1
-_MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, their bits well spread: two hashes of one key
+_MIX = (
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+)  # odd, their bits well spread: two hashes of one key
 _MOST_EXPANDED = 4096
 
 
@@ -89,7 +92,9 @@ class TwoHashes:
     def _salt(self, name: str) -> int:
         salt = self._salts.get(name)
         if salt is None:
-            salt = self._salts[name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+            salt = self._salts[name] = int.from_bytes(
+                blake2b(name.encode(), digest_size=8).digest(), "big"
+            )
         return salt
 
 

@@ -50,7 +50,11 @@ class DynamoKv(Preset, frozen=True):
 def blocks(rule: DynamoKv) -> Scorer:
     """Minus the cost, in blocks."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
-    credit, decay, size = rule.overlap_score_credit, rule.overlap_score_credit_decay, rule.block_size
+    credit, decay, size = (
+        rule.overlap_score_credit,
+        rule.overlap_score_credit_decay,
+        rule.block_size,
+    )
 
     def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         loads = [candidate.load for candidate in candidates]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
+from policies.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    RoomView,
+    Shed,
+    Verdict,
+    crowd,
+    no_capacity,
+)
 from policies.appraisal import appraise
 from policies.bounds import Amount
 from policies.latency import tpot_s
@@ -45,13 +54,19 @@ class EarlyRejector(Cap):
         first_s, first_most = appraise(ask, candidates).ttft_s, self._margin * slo.ttft_s
         if first_s > first_most:
             over = first_s - first_most
-            return Shed("ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}.")
+            return Shed(
+                "ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}."
+            )
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
         step_most = self._margin * slo.tpot_s
         if step_s > step_most:
             expected_s = room.drain.seconds_for(1, ask.now)
-            return Shed("tpot", expected_s, f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.")
+            return Shed(
+                "tpot",
+                expected_s,
+                f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.",
+            )
         return super().judge(ask, candidates, room)
 
 

@@ -77,12 +77,21 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
             return [1.0 - bad for bad in _blend(firsts, steps, ttft_weight, tpot_weight)]
-        scores, tiers = [0.0] * len(candidates), [_tier(*late) for late in zip(firsts, steps, strict=True)]
+        scores, tiers = (
+            [0.0] * len(candidates),
+            [_tier(*late) for late in zip(firsts, steps, strict=True)],
+        )
         for tier in set(tiers):
             members = [index for index, mine in enumerate(tiers) if mine == tier]
-            lateness = [max(0.0, firsts[index]) if tier != _IN_TIME else -firsts[index] for index in members]
-            slowness = [max(0.0, steps[index]) if tier != _IN_TIME else -steps[index] for index in members]
-            for index, bad in zip(members, _blend(lateness, slowness, ttft_weight, tpot_weight), strict=True):
+            lateness = [
+                max(0.0, firsts[index]) if tier != _IN_TIME else -firsts[index] for index in members
+            ]
+            slowness = [
+                max(0.0, steps[index]) if tier != _IN_TIME else -steps[index] for index in members
+            ]
+            for index, bad in zip(
+                members, _blend(lateness, slowness, ttft_weight, tpot_weight), strict=True
+            ):
                 scores[index] = tier + 1.0 - bad
         return scores
 
@@ -92,7 +101,10 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
 def _ttfts(ask: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
     """With what any request pays there as things stand: what the trees learn from running requests and KV in use."""
     found = ttfts(ask, candidates, cached)
-    return [seconds + candidate.load.fixed_s for seconds, candidate in zip(found, candidates, strict=True)]
+    return [
+        seconds + candidate.load.fixed_s
+        for seconds, candidate in zip(found, candidates, strict=True)
+    ]
 
 
 def _tier(first_s: float, step_s: float) -> int:
@@ -101,7 +113,9 @@ def _tier(first_s: float, step_s: float) -> int:
     return _TPOT_LATE if step_s > 0.0 else _IN_TIME
 
 
-def _blend(firsts: Sequence[float], steps: Sequence[float], ttft_weight: float, tpot_weight: float) -> list[float]:
+def _blend(
+    firsts: Sequence[float], steps: Sequence[float], ttft_weight: float, tpot_weight: float
+) -> list[float]:
     """Weighted mean of both, each scaled to 0..1 over its range; what does not vary has no say."""
     low_first, low_step = min(firsts), min(steps)
     first_span, step_span = max(firsts) - low_first, max(steps) - low_step

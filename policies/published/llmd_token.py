@@ -35,21 +35,34 @@ class LlmdToken(Preset, frozen=True):
     def build(self) -> Policy:
         return Policy(
             name="llmd_token",
-            filters=(*ORDINARY, warm_until_saturated(self.warm_share, self.patience_s, self.peak_tokens_per_s)),
-            scorers=(Weighted(queued_and_new if self.bound == "prefill" else scorers.fewest_requests(self.fresh_s)),),
+            filters=(
+                *ORDINARY,
+                warm_until_saturated(self.warm_share, self.patience_s, self.peak_tokens_per_s),
+            ),
+            scorers=(
+                Weighted(
+                    queued_and_new
+                    if self.bound == "prefill"
+                    else scorers.fewest_requests(self.fresh_s)
+                ),
+            ),
             picker=pickers.best,
             reads_prefix=True,
             reads_beliefs=self.peak_tokens_per_s is None,
         )
 
 
-def warm_until_saturated(warm_share: float, patience_s: float, peak_tokens_per_s: float | None) -> Filter:
+def warm_until_saturated(
+    warm_share: float, patience_s: float, peak_tokens_per_s: float | None
+) -> Filter:
     """Those who hold most of the prompt, unless the shortest of their queues is `patience_s` longer than others'."""
 
     def warm(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         least = max(1.0, warm_share * ask.request.prompt_tokens)
         mine = held(ask, candidates)
-        kept = [candidate for candidate, tokens in zip(candidates, mine, strict=True) if tokens >= least]
+        kept = [
+            candidate for candidate, tokens in zip(candidates, mine, strict=True) if tokens >= least
+        ]
         if not kept or len(kept) == len(candidates):
             return candidates
         cold = min(
@@ -57,7 +70,11 @@ def warm_until_saturated(warm_share: float, patience_s: float, peak_tokens_per_s
             for candidate, tokens in zip(candidates, mine, strict=True)
             if tokens < least
         )
-        return kept if min(_queue_s(each, peak_tokens_per_s) for each in kept) - cold <= patience_s else candidates
+        return (
+            kept
+            if min(_queue_s(each, peak_tokens_per_s) for each in kept) - cold <= patience_s
+            else candidates
+        )
 
     return warm
 

@@ -33,5 +33,7 @@ def product(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
     prompt = ask.request.prompt_tokens
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
-        for load, cached in zip((each.load for each in candidates), held(ask, candidates), strict=True)
+        for load, cached in zip(
+            (each.load for each in candidates), held(ask, candidates), strict=True
+        )
     ]

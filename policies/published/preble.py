@@ -70,7 +70,9 @@ class ExploitExplore:
                 -seconds - self._new_s(candidate.load, prompt - cached, cached)
                 for candidate, cached, seconds in zip(candidates, mine, loads, strict=True)
             ]
-        least = min(seconds for seconds, cached in zip(loads, mine, strict=True) if cached == longest)
+        least = min(
+            seconds for seconds, cached in zip(loads, mine, strict=True) if cached == longest
+        )
         if self._crooked(least, loads):
             return [-seconds for seconds in loads]
         return [float(tokens) for tokens in mine]
@@ -83,7 +85,9 @@ class ExploitExplore:
         seconds = prefill_s(load, request.prompt_tokens - cached, cached)
         batch = 1.0 + sum(each.load.decoding for each in candidates) / len(candidates)
         seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / batch
-        self._window.add(Given(ask.now, request.id, load.slot, seconds, cached, request.prompt_tokens))
+        self._window.add(
+            Given(ask.now, request.id, load.slot, seconds, cached, request.prompt_tokens)
+        )
         return chosen
 
     def _load(self, load: EndpointLoad) -> float:
@@ -108,7 +112,9 @@ class Given:
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
 
-    def __init__(self, at: float, request: str, slot: int, seconds: float, cached: int, prompt: int) -> None:
+    def __init__(
+        self, at: float, request: str, slot: int, seconds: float, cached: int, prompt: int
+    ) -> None:
         self.at = at
         self.id = request
         self.slot = slot

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
+from policies.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    RoomView,
+    Shed,
+    Verdict,
+    crowd,
+    no_capacity,
+)
 from policies.bounds import Amount, Exponent, Positive
 from policies.model import Ask, Candidate
 from policies.published.view import is_fresh, kv_used, queued
@@ -29,7 +38,9 @@ class GieSaturation(AdmissionPreset, frozen=True):
     fresh_s: Amount = 5.0
 
     def build(self) -> Admission:
-        return SheddingBySaturation("gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None)
+        return SheddingBySaturation(
+            "gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None
+        )
 
 
 class Probabilistic(AdmissionPreset, frozen=True):
@@ -50,7 +61,9 @@ class Probabilistic(AdmissionPreset, frozen=True):
 
     def build(self) -> Admission:
         ramp = (self.power, self.k)
-        return SheddingBySaturation("probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp)
+        return SheddingBySaturation(
+            "probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp
+        )
 
 
 def saturation(
@@ -61,7 +74,11 @@ def saturation(
     for candidate in candidates:
         load = candidate.load
         if load.available:
-            waiting = load.waiting if load.waiting is not None and is_fresh(load, oldest) else queued(load, oldest)
+            waiting = (
+                load.waiting
+                if load.waiting is not None and is_fresh(load, oldest)
+                else queued(load, oldest)
+            )
             total += max(waiting / queue_depth, kv_used(load, oldest) / kv_usage)
             count += 1
     return total / count if count else 1.0
@@ -73,7 +90,12 @@ class SheddingBySaturation(Cap):
     __slots__ = ("_fresh_s", "_kv_usage", "_queue_depth", "_ramp")
 
     def __init__(
-        self, name: str, queue_depth: float, kv_usage: float, fresh_s: float, ramp: tuple[float, float] | None
+        self,
+        name: str,
+        queue_depth: float,
+        kv_usage: float,
+        fresh_s: float,
+        ramp: tuple[float, float] | None,
     ) -> None:
         super().__init__()
         self.name, self.calm = name, False

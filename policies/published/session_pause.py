@@ -47,7 +47,16 @@ class Program:
     """One session. `acting_s`: since when it is not being answered; `paused_s`: since when it is paused, None if it
     is not; `asked_s`: when it last came; `marked`: it pauses as soon as its answer is whole."""
 
-    __slots__ = ("acting_s", "asked_s", "in_flight", "marked", "paused_s", "slot", "steps", "tokens")
+    __slots__ = (
+        "acting_s",
+        "asked_s",
+        "in_flight",
+        "marked",
+        "paused_s",
+        "slot",
+        "steps",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, now: float) -> None:
         self.tokens = tokens
@@ -76,10 +85,17 @@ class SessionPauser(Cap):
 
     def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
         session, now = ask.request.session, ask.now
-        if not room.at_door or not session or room.capacity <= 0 or self._may_enter(ask, candidates):
+        if (
+            not room.at_door
+            or not session
+            or room.capacity <= 0
+            or self._may_enter(ask, candidates)
+        ):
             return super().judge(ask, candidates, room)
         one = self._programs.get(session)
-        if one is None and len(self._programs) < self._rule.most_sessions:  # strangers push nobody out
+        if (
+            one is None and len(self._programs) < self._rule.most_sessions
+        ):  # strangers push nobody out
             one = self._programs[session] = Program(ask.request.prompt_tokens, now)
         if one is not None:
             self._pause(one, now)
@@ -87,7 +103,9 @@ class SessionPauser(Cap):
         again_s = max(0.0, self._next_s - now) or self._rule.scheduler_interval_s
         used, total = sum(self._used.values()), sum(self._kv.values())
         told = f"Active sessions hold {used:.0f} of {total:.0f} tokens of KV and {self._paused} sessions are paused"
-        return Shed("session_paused", again_s, f"{told}; this one is looked at again in {again_s:.1f} s.")
+        return Shed(
+            "session_paused", again_s, f"{told}; this one is looked at again in {again_s:.1f} s."
+        )
 
     def _may_enter(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
         self._see(candidates)
@@ -109,7 +127,11 @@ class SessionPauser(Cap):
         self._programs[session] = one
         self._unpause(one, None, ask.now)
         self._count(one, -1)
-        one.tokens, one.asked_s, one.slot = ask.request.prompt_tokens, ask.now, pick.candidate.load.slot
+        one.tokens, one.asked_s, one.slot = (
+            ask.request.prompt_tokens,
+            ask.now,
+            pick.candidate.load.slot,
+        )
         one.steps += 1
         one.in_flight += 1
         self._count(one, +1)
@@ -149,7 +171,9 @@ class SessionPauser(Cap):
         rule = self._rule
         for session, one in list(self._programs.items()):
             silent_s = now - max(one.asked_s, one.acting_s or 0.0)
-            if not one.in_flight and silent_s > (rule.session_retention_s if one.steps else rule.absent_s):
+            if not one.in_flight and silent_s > (
+                rule.session_retention_s if one.steps else rule.absent_s
+            ):
                 self._forget(session)
 
     def _resume(self, now: float) -> None:
@@ -160,7 +184,9 @@ class SessionPauser(Cap):
         for one in self._programs.values():
             if one.slot in free:
                 free[one.slot] -= self._resident(one, now)
-        for one in sorted((one for one in self._programs.values() if one.paused_s is not None), key=_turn):
+        for one in sorted(
+            (one for one in self._programs.values() if one.paused_s is not None), key=_turn
+        ):
             needed = one.tokens + rule.buffer_per_program
             slot = max(free, key=free.__getitem__, default=None)
             overdue = one.paused_s is not None and now - one.paused_s >= rule.resume_timeout_s
@@ -173,7 +199,9 @@ class SessionPauser(Cap):
 
         One that has just resumed keeps its place until the next look: its client has yet to hear of it.
         """
-        here = sorted((one for one in self._programs.values() if one.slot == slot), key=lambda one: one.tokens)
+        here = sorted(
+            (one for one in self._programs.values() if one.slot == slot), key=lambda one: one.tokens
+        )
         for one in here:
             if self._used.get(slot, 0.0) <= target:
                 return
@@ -210,7 +238,10 @@ class SessionPauser(Cap):
     def _resident(self, one: Program, now: float) -> float:
         """What an active session counts for when others are to resume: halved for every tau of silence."""
         idle_s = 0.0 if one.in_flight or one.acting_s is None else max(0.0, now - one.acting_s)
-        return float(one.tokens * 2.0 ** (-idle_s / self._rule.acting_decay_tau_s)) + self._rule.buffer_per_program
+        return (
+            float(one.tokens * 2.0 ** (-idle_s / self._rule.acting_decay_tau_s))
+            + self._rule.buffer_per_program
+        )
 
 
 def _turn(one: Program) -> tuple[int, int]:

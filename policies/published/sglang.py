@@ -34,7 +34,11 @@ class SglangCacheAware(Preset, frozen=True):
             name="sglang_cache_aware",
             filters=ORDINARY,
             scorers=(
-                Weighted(cache_aware(self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold)),
+                Weighted(
+                    cache_aware(
+                        self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold
+                    )
+                ),
             ),
             picker=pickers.best_then(_requests, _tree),
             reads_prefix=True,

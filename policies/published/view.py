@@ -17,7 +17,10 @@ def held(ask: Ask, candidates: Sequence[Candidate]) -> list[int]:
     cached, known = ask.cached, len(ask.cached)
     if not any(cached):
         return [0] * len(candidates)
-    return [cached[slot] if slot < known else 0 for slot in [candidate.load.slot for candidate in candidates]]
+    return [
+        cached[slot] if slot < known else 0
+        for slot in [candidate.load.slot for candidate in candidates]
+    ]
 
 
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:

@@ -99,7 +99,7 @@ def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(events: list[tu
             inside.ended(name, size + 10, size // 3, now)
         else:
             inside.tick(now)
-        assert inside.tokens == sum(one.tokens for one in inside._in.values())
+        assert inside.tokens == sum(one.tokens for one in inside._active.values())
         assert 0.5 <= inside.phi <= 0.9
         assert 60.0 <= inside.memory_s <= 600.0
     assume(inside.tokens)

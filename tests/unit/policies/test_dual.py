@@ -206,16 +206,16 @@ def test_a_bend_that_favours_work_or_is_no_number_is_refused(bend: float) -> Non
 
 
 def test_overload_begins_above_full_load() -> None:
-    with pytest.raises(PolicyConfigError, match=r"overload is more than full_load, and 1\.1 is not above 1.1"):
+    with pytest.raises(PolicyConfigError, match=r"overload \(1\.1\) must be greater than full_load \(1\.1\)"):
         build_admission("priced", {"overload": 1.1})
 
 
 def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
     with pytest.raises(PolicyConfigError, match="contains unknown field `strat`"):
         build_admission("priced", {"sessions": {"strat": 0.7}})
-    with pytest.raises(PolicyConfigError, match="least, start and most ascend"):
+    with pytest.raises(PolicyConfigError, match="least <= start <= most"):
         build_admission("priced", {"sessions": {"start": 0.95}})
-    with pytest.raises(PolicyConfigError, match=r"soonest_s is 60\.0 and later than latest_s"):
+    with pytest.raises(PolicyConfigError, match=r"soonest_s \(60\.0\) must not exceed latest_s"):
         build_admission("priced", {"returns": {"soonest_s": 60}})
 
 
@@ -233,7 +233,7 @@ def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() ->
     assert verdict.reason == "price"
     assert verdict.retry_after_s is None  # nothing was booked yet: nobody knows what gets done per second
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
-    assert "beyond 4.0 s a price is asked" in verdict.detail
+    assert "beyond 4.0 s requests pay a price" in verdict.detail
     assert "s of work; of those like it one in" in verdict.detail
 
 
@@ -331,7 +331,7 @@ def test_a_new_session_enters_only_while_the_contexts_of_those_in_fit() -> None:
         made.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
     verdict = shed(made.judge(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
-    assert "8 sessions under way hold 800000 tokens" in verdict.detail
+    assert "8 active sessions use 800000 tokens" in verdict.detail
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
     assert not isinstance(made.judge(asking(100_000, session="s3"), fleet, View()), Shed)
     assert not isinstance(made.judge(asking(100_000), fleet, View()), Shed)

@@ -69,5 +69,5 @@ def test_memory_is_bounded_and_the_longest_silent_goes_first() -> None:
         lengths.ended("m", f"tenant{number}", "chat", number)
     assert len(lengths) == 30
     assert lengths.expected("m", "tenant999", "chat") is not None
-    with pytest.raises(ValueError, match="too few"):
+    with pytest.raises(ValueError, match="at least 3"):
         OutputLengths(most=2)

@@ -153,7 +153,7 @@ def test_a_refusal_names_the_filter_that_left_nobody(
 
 
 def test_a_refusal_of_nobody_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="refuses nobody"):
+    with pytest.raises(ValueError, match="keeps a candidate"):
         refusal(registry.build("least_loaded", {}), ask(), [candidate(0)])
 
 
