@@ -280,7 +280,8 @@ class PricedAdmission:
         sessions = self._sessions
         text = (
             f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
-            f"and new ones enter below {sessions.phi * kv_tokens:.0f}, {sessions.phi:.0%} of the fleet's KV cache."
+            f"and new ones enter below {sessions.phi * kv_tokens:.0f}, "
+            f"{sessions.phi:.0%} of the fleet's KV cache."
         )
         retry_after_s = sessions.room_in_s(ask.request.prompt_tokens, kv_tokens, ask.now)
         return Shed(

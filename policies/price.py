@@ -180,7 +180,7 @@ class Prices:
         more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
         step_s = slow * load.step_s + more_s
         added = (work_s / answer + more_s) / slo.tpot_s
-        level_ = min(
+        slope = min(
             weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
         )
         if load.context_s > load.belief.context_s:
@@ -189,7 +189,7 @@ class Prices:
         return Terms(
             ttft=self._loss(first_s / patience_s(request, ask.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
-            others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * level_**2,
+            others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * slope**2,
             work=weights.work_weight
             / slo.ttft_s
             * (work_s + weights.regret_weight * load.regret * fill_s),
@@ -264,10 +264,7 @@ class _RequestTerms:
     def prices(
         self, candidates: Sequence[Candidate], cached: Sequence[int], factors: Factors
     ) -> list[float]:
-        """Return the totals of `explain` for all candidates.
-
-        Unrolled into one loop, because every request runs it.
-        """
+        """Return the totals of `explain`, from one unrolled loop because every request runs it."""
         fasts, attentions, slows = factors
         known, prices = len(cached), []
         prompt: float = self._prompt
@@ -279,7 +276,7 @@ class _RequestTerms:
             fast: float = fasts[index]
             attention: float = attentions[index]
             slow: float = slows[index]
-            cached_here: float = cached[load.slot] if load.slot < known else 0
+            hit: float = cached[load.slot] if load.slot < known else 0
             token_s: float = load.token_s
             pair_s: float = load.pair_s
             fixed_s: float = load.fixed_s
@@ -294,36 +291,31 @@ class _RequestTerms:
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
             regret: float = load.regret
             share: float = booked / room
-            uncached = prompt - cached_here
-            fill_s = (
-                fast * uncached * (token_s + attention * (cached_here + 0.5 * uncached) * pair_s)
-            )
+            uncached = prompt - hit
+            fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
             if load.strangers and load.scraped_at is not None and load.scraped_at >= self._oldest:
                 wait_s += ahead(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
-            begins_s: float = (
-                wait_s if prompt <= load.kv_free else max(wait_s, room_s(load, prompt))
-            )
-            first = (self._transfer_s + begins_s + fixed_s + work_s) * self._per_ttft
+            start_s: float = wait_s if prompt <= load.kv_free else max(wait_s, room_s(load, prompt))
+            first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
             more = self._decoded * slow * (sequence_s + context_s * prompt)
             step = slow * step_s * self._per_tpot + more
             answer = expected / answers
             per_answer = self._per_tpot / (answer if answer > shortest else shortest)
             more += work_s * per_answer
-            level_ = step + self._stall * per_answer * wait_s + 0.5 * more
-            if level_ > late:
-                level_ = late
-            # context_s is stretched by others' prefills; this is their part of a step
-            if context_s > plain_s:
+            slope = step + self._stall * per_answer * wait_s + 0.5 * more
+            if slope > late:
+                slope = late
+            if context_s > plain_s:  # stretched by others' prefills: their part of a step
                 step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
             fuller = share + (uncached + self._later) / room
             prices.append(
                 (first * first * first if first < late else self._beyond + self._overdue * first)
                 + self._own
                 * (step * step * step if step < late else self._beyond + self._overdue * step)
-                + self._others * expected * per_answer * more * level_ * level_
+                + self._others * expected * per_answer * more * slope * slope
                 + self._work * (work_s + self._regretted * regret * fill_s)
                 + self._kv_weight * (fuller * fuller * fuller - share * share * share)
             )

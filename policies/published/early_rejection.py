@@ -1,4 +1,4 @@
-"""Mooncake's early rejection: nobody enters whose first token or whose next ones are predicted too late."""
+"""Mooncake's early rejection: refuse requests whose predicted TTFT or TPOT is too long."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from policies.model import Ask, Candidate
 
 
 class EarlyRejection(AdmissionPreset, frozen=True):
-    """Refused at the door if the best predicted TTFT, or TPOT, is beyond its share of the SLO; then caps.
+    """Refuse a new request if the best predicted TTFT or TPOT exceeds its share of the SLO.
 
-    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is spent. Taken
-    literally (margin 1) it admits everyone to the very edge; smaller margins leave room.
+    Then apply caps.
+
+    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is
+    spent. Taken literally (margin 1) it admits up to the very limit; smaller margins leave room.
 
     margin  share of the TTFT and TPOT budgets that the prediction may take
     """
@@ -36,7 +38,7 @@ class EarlyRejection(AdmissionPreset, frozen=True):
 
 
 class EarlyRejector(Cap):
-    """The rule, then the cap. Learns nothing."""
+    """The rule, then the cap. Stateless."""
 
     __slots__ = ("_margin",)
 
@@ -55,7 +57,9 @@ class EarlyRejector(Cap):
         if first_s > first_most:
             over = first_s - first_most
             return Shed(
-                "ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}."
+                "ttft",
+                over,
+                f"{_late_text('first token', first_s, first_most)} s. {crowd(room, over)}.",
             )
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
@@ -65,10 +69,10 @@ class EarlyRejector(Cap):
             return Shed(
                 "tpot",
                 expected_s,
-                f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.",
+                f"{_late_text('token', step_s, step_most)} s each. {crowd(room, expected_s)}.",
             )
         return super().judge(ask, candidates, room)
 
 
-def _told(what: str, predicted_s: float, most_s: float) -> str:
-    return f"The {what} is expected after {predicted_s:.3g} s, and may take {most_s:.3g}"
+def _late_text(unit: str, predicted_s: float, most_s: float) -> str:
+    return f"The {unit} is expected after {predicted_s:.3g} s, and may take {most_s:.3g}"

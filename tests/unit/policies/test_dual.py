@@ -234,7 +234,7 @@ def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() ->
     assert verdict.retry_after_s is None  # nothing was booked yet: nobody knows what gets done per second
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
     assert "beyond 4.0 s requests pay a price" in verdict.detail
-    assert "s of work; of those like it one in" in verdict.detail
+    assert "s of work; one in" in verdict.detail
 
 
 def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return() -> None:
@@ -259,7 +259,7 @@ def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_
     early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
     assert early.reason == "early"
     assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
-    assert f"due in {early.retry_after_s:.1f} s" in early.detail
+    assert f"which is in {early.retry_after_s:.1f} s" in early.detail
     for each in fleet:
         each.load.ready_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
