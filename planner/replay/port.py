@@ -50,7 +50,10 @@ class FleetPort(Protocol):
     def halves(self) -> HalvesPort | None: ...
 
     def at(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule an event; events of the same moment run in the order in which they were scheduled."""
+        """Schedule an event.
+
+        Events of the same moment run in the order in which they were scheduled.
+        """
 
     def serve(self, now: float, flight: Flight, ask: Ask) -> None:
         """Pick a group for an admitted request, book it and send it there."""

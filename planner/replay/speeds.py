@@ -1,8 +1,9 @@
-"""Slow groups in a replay: found by the gateway's own comparison, given less, ejected, and taken back.
+"""Slow groups in a replay: detected by the gateway's own comparison, throttled, ejected and
+returned.
 
-The evidence and the verdicts are policies/speed_record.py's and policies/outlier.py's. Late requests at a suspect group
-are moved, and all that wait at a group when it is ejected. Not here: hedges, which a replay does not have, and the
-retry budget.
+Evidence and verdicts are speed_record.py's and outlier.py's. Late requests at a suspect group are
+moved, and so are all that wait at an ejected group. Hedging, which a replay does not have, and the
+retry budget are not simulated.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from policies.saved_state import belief_state, restore_belief
 from policies.speed_record import Measure, Verdict
 
 REVIEW_S, SWEEP_S, PROBE_S = 1.0, 0.25, 1.0
-LATE_FACTOR = 1.2  # of the factor from which on a group is slow
+LATE_FACTOR = 1.2  # share of the slow factor
 CLEAR = 1.6
 SUSPECT_CEILING = 1
 
 
 class Speeds:
-    """Sole owner of what was sampled of streams. `ejected`: (clock, group) of every ejection."""
+    """Owner of the samples of streams. `ejected`: (clock, group) of every ejection."""
 
     def __init__(self, fleet: FleetPort, factor: float) -> None:
         self._fleet = fleet
         self._limits = SlowLimits(factor)
-        self._made: dict[Job, int] = {}
+        self._generated: dict[Job, int] = {}
         self._yardsticks: Yardsticks = {}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
-        """Begin to review the groups once a second."""
+        """Start the review of the groups, once a second."""
         if self._limits.factor:
             self._fleet.at(REVIEW_S, self._review)
             self._fleet.at(SWEEP_S, self._sweep)
@@ -44,10 +45,10 @@ class Speeds:
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.alive and group.load.available]
-        made: dict[Job, int] = {}
+        generated: dict[Job, int] = {}
         for group in rated:
-            made |= self._sample(group, now)
-        self._made = made
+            generated |= self._sample(group, now)
+        self._generated = generated
         before = [group.speed.verdict for group in rated]
         self._yardsticks = outlier.review([_member(group) for group in rated], now, self._limits)
         for group, verdict in zip(rated, before, strict=True):
@@ -57,11 +58,15 @@ class Speeds:
             fleet.at(now + REVIEW_S, self._review)
 
     def _sample(self, group: Group, now: float) -> dict[Job, int]:
-        """What the group's streams made since the last review, as the gateway counts their pieces."""
-        made = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
-        older = [job for job in made if job in self._made]
-        group.speed.streamed(len(older), sum(made[job] - self._made[job] for job in older), REVIEW_S, now)
-        return made
+        """Record the tokens of the group's streams since the last review, as the gateway counts
+        events.
+        """
+        generated = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
+        older = [job for job in generated if job in self._generated]
+        group.speed.streamed(
+            len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now
+        )
+        return generated
 
     def _act(self, now: float, group: Group) -> None:
         verdict, fleet = group.speed.verdict, self._fleet
@@ -78,18 +83,24 @@ class Speeds:
         fleet.at(now + PROBE_S, self._probe, group)
 
     def _waiting(self, group: Group) -> list[Flight]:
-        """Requests at the group without a first token, in the order in which they came."""
-        return [each for each in self._fleet.flights.values() if each.group is group and each.record.first_s is None]
+        """Return the requests at the group without a first token, in order of arrival."""
+        return [
+            flight
+            for flight in self._fleet.flights.values()
+            if flight.group is group and flight.record.first_s is None
+        ]
 
     def _sweep(self, now: float, _: object) -> None:
-        """Move late requests away from suspect groups; so long they took there at least."""
+        """Move late requests away from suspect groups, and record the time they have waited."""
         fleet = self._fleet
         for group in fleet.groups:
             if group.alive and group.speed.verdict is Verdict.SUSPECT:
                 for flight in self._waiting(group):
                     if self._is_late(now, group, flight):
                         if group.speed.waiting == 1:
-                            group.speed.first_token(max(1, flight.one.input_tokens - flight.believed), now)
+                            group.speed.first_token(
+                                max(1, flight.one.input_tokens - flight.believed), now
+                            )
                         fleet.failed(now, flight, group)
         if fleet.under_way:
             fleet.at(now + SWEEP_S, self._sweep)
@@ -102,12 +113,15 @@ class Speeds:
         return 0.0 < LATE_FACTOR * self._limits.factor * usual_s < now - flight.sent_s
 
     def _probe(self, now: float, group: Group) -> None:
-        """The piece of work that the gateway times beside a peer: it takes as long as the engine is slow."""
+        """Time a small job like the gateway's probe: it takes as long as the engine is slow."""
         if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
             if self._fleet.under_way:
                 self._fleet.at(now + 2 * PROBE_S, self._probe, group)
             return
-        peer = next((other for other in self._fleet.groups if other is not group and other.load.available), None)
+        peer = next(
+            (other for other in self._fleet.groups if other is not group and other.load.available),
+            None,
+        )
         if peer is not None:
             restore_belief(group.load.belief, belief_state(peer.load.belief))
         group.speed.accept()
@@ -117,11 +131,16 @@ class Speeds:
 
 
 def _kind(group: Group) -> Hashable:
-    """Equal for groups that are compared with each other."""
+    """Return a key that is equal for groups that are compared with each other."""
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
 def _member(group: Group) -> Member:
     load, speed, shape = group.load, group.speed, group.load.belief.shape
     others = load.in_flight - load.decoding - speed.waiting
-    return Member(speed, _kind(group), shape, speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others))
+    return Member(
+        speed,
+        _kind(group),
+        shape,
+        speed.step_tokens(load.prefill_tokens, shape.budget_tokens, others),
+    )

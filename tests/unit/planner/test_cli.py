@@ -73,7 +73,7 @@ def test_the_table_has_percentiles_goodput_and_counts(url: str) -> None:
 def test_no_server_is_status_one_and_one_line(url: str) -> None:
     code, stdout, stderr = type_in("--url", "http://127.0.0.1:1")
     assert (code, stdout) == (1, "")
-    assert stderr.startswith("penstock bench: nothing listens at http://127.0.0.1:1")
+    assert stderr.startswith("penstock bench: cannot connect to http://127.0.0.1:1")
     assert stderr.count("\n") == 1
 
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert (code, "--log" in text) == (1, True)
     code, text = run(running, "--running", running, "--last", "soon")
     assert code == 2
-    with pytest.raises(TraceError, match="no request in it"):
+    with pytest.raises(TraceError, match="contains no request"):
         recent(write(tmp_path / "empty", []), 1.0)
 
 

@@ -111,9 +111,9 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
         (("--fleet", "F9"), "unknown fleet 'F9'"),
         (("--admission", "magic"), "unknown admission 'magic'"),
         (("--rate", "fast"), "list of numbers"),
-        (("--rate", "1", "--users", "3"), "give one of them"),
+        (("--rate", "1", "--users", "3"), "exclude each other"),
         (("--slo", "ttft=soon"), "not a time"),
-        (("--faults", "flood"), "no fault"),
+        (("--faults", "flood"), "is not a fault"),
         (("--capacity", "100"), "below 100"),
         (("--report", "no/such/directory/page.html"), "cannot be written"),
     ],
@@ -182,7 +182,7 @@ def test_a_capacity_beyond_what_the_warm_up_leaves_is_not_made_up(trace: Path) -
     asked = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
     result = call(*asked)
     assert result.exit_code == 1
-    assert "at load 7.59 no request counts after a warm-up of 10 s; a shorter --warmup leaves some" in result.output
+    assert "at load 7.59 no request counts after a warm-up of 10 s; use a shorter --warmup" in result.output
     assert call(*asked[:-1], "1h").exit_code == 1
 
 
@@ -213,7 +213,7 @@ def test_a_capacity_that_cannot_be_judged_leaves_what_was_found_of_everybody_els
     result = call(*asked)
     assert re.search(r"least_loaded +│ +– ", result.stdout)
     assert re.search(r"round_robin +│ +2\.5 ", result.stdout)
-    assert "least_loaded: no capacity at 90%: at load 7.59 nothing counts; a shorter --warmup leaves" in result.stderr
+    assert "least_loaded: no capacity at 90%: at load 7.59 nothing counts; use a shorter --warmup" in result.stderr
 
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:
