@@ -180,11 +180,11 @@ class Admission(Protocol):
     @property
     def reads_beliefs(self) -> bool: ...
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
         """Decide about a new request, or again about the head of the queue when it may enter."""
         ...
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
+    def booked(self, query: Ask, pick: Pick) -> None:
         """Handle that an admitted request was booked at an endpoint."""
         ...
 
@@ -216,9 +216,9 @@ def capacity(candidates: Iterable[Candidate]) -> int:
     return total
 
 
-def crowd(room: RoomView, expected_s: float | None) -> str:
+def crowd(queue: RoomView, expected_s: float | None) -> str:
     """Return the numbers of a wait queue as text: the tail of most refusals."""
-    text = f"{room.busy} of {room.capacity} places are taken and {room.waiting} requests wait"
+    text = f"{queue.busy} of {queue.capacity} places are taken and {queue.waiting} requests wait"
     return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
 
 
@@ -227,29 +227,31 @@ def no_capacity() -> Shed:
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
-def full(room: RoomView, now: float) -> Shed:
+def full(queue: RoomView, now: float) -> Shed:
     """Refuse because the wait queue is full."""
-    expected_s = room.drain.seconds_for(room.waiting + 1, now)
+    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
     return Shed(
-        "waiting_room_full", expected_s, f"The waiting room is full. {crowd(room, expected_s)}."
+        "waiting_room_full", expected_s, f"The waiting room is full. {crowd(queue, expected_s)}."
     )
 
 
-def timed_out(room: RoomView, now: float) -> Shed:
+def timed_out(queue: RoomView, now: float) -> Shed:
     """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
-    expected_s = room.drain.seconds_for(room.waiting + 1, now)
+    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
     return Shed(
         "waited_too_long",
         expected_s,
-        f"No endpoint became free in time. {crowd(room, expected_s)}.",
+        f"No endpoint became free in time. {crowd(queue, expected_s)}.",
     )
 
 
-def past_deadline(room: RoomView, needed_s: float, left_s: float, expected_s: float | None) -> Shed:
+def past_deadline(
+    queue: RoomView, needed_s: float, left_s: float, expected_s: float | None
+) -> Shed:
     """Refuse a request whose client will have given up before its first token."""
     patience = f"The client gives up in {max(0.0, left_s):.1f} s"
     text = f"{patience} and the first token is expected in {needed_s:.1f} s"
-    return Shed("deadline", expected_s, f"{text}. {crowd(room, expected_s)}.")
+    return Shed("deadline", expected_s, f"{text}. {crowd(queue, expected_s)}.")
 
 
 class Cap:
@@ -266,23 +268,27 @@ class Cap:
         self.calm = True
         self.reads_beliefs = False
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if room.busy < room.capacity and not (room.at_door and room.waiting):
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if queue.busy < queue.capacity and not (queue.at_door and queue.waiting):
             return ADMIT
-        if not room.at_door:
-            return Wait(room.limits.timeout_s)
-        if room.capacity <= 0:
+        if not queue.at_door:
+            return Wait(queue.limits.timeout_s)
+        if queue.capacity <= 0:
             return no_capacity()
-        expected_s = room.drain.seconds_for(room.ahead(ask.request.tenant) + 1, ask.now)
-        if expected_s is not None and expected_s > room.limits.timeout_s:
+        expected_s = queue.drain.seconds_for(queue.ahead(query.request.tenant) + 1, query.now)
+        if expected_s is not None and expected_s > queue.limits.timeout_s:
             text = "The wait would be longer than the waiting room allows"
-            return Shed("too_slow", expected_s, f"{text}. {crowd(room, expected_s)}.")
-        deadline_s = ask.request.deadline_s
-        if expected_s is not None and deadline_s is not None and ask.now + expected_s > deadline_s:
-            return past_deadline(room, expected_s, deadline_s - ask.now, expected_s)
-        return Wait(room.limits.timeout_s)
+            return Shed("too_slow", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+        deadline_s = query.request.deadline_s
+        if (
+            expected_s is not None
+            and deadline_s is not None
+            and query.now + expected_s > deadline_s
+        ):
+            return past_deadline(queue, expected_s, deadline_s - query.now, expected_s)
+        return Wait(queue.limits.timeout_s)
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
+    def booked(self, query: Ask, pick: Pick) -> None:
         """No-op: the wait queue counts the places."""
 
     def ended(self, request: Request, outcome: Outcome) -> None:
@@ -304,5 +310,5 @@ class Open(Cap):
         self.name = "none"
         self.calm = False
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        return ADMIT if room.capacity > 0 else no_capacity()
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        return ADMIT if queue.capacity > 0 else no_capacity()

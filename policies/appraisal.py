@@ -39,15 +39,15 @@ class Appraisal(msgspec.Struct, frozen=True):
         return self.prefill_s + self.decode_s
 
 
-def left_s(ask: Ask) -> float:
+def left_s(query: Ask) -> float:
     """Return the seconds left of the request's TTFT budget; negative if it is late."""
-    return (ask.request.arrived_s or ask.now) + ask.request.slo.ttft_s - ask.now
+    return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
 
 
-def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
+def appraise(query: Ask, candidates: Sequence[Candidate]) -> Appraisal:
     """Estimate the request's cost over the available candidates. O(candidates)."""
-    request, cached, now = ask.request, ask.cached, ask.now
-    prompt, slots = request.prompt_tokens, len(ask.cached)
+    request, cached, now = query.request, query.cached, query.now
+    prompt, slots = request.prompt_tokens, len(query.cached)
     earliest = cheapest = inf
     queues, most_cached, count, best = 0.0, 0, 0, None
     for candidate in candidates:

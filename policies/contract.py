@@ -26,8 +26,8 @@ class RetryFilter:
         self._keep = keep
         self.__name__ = str(getattr(keep, "__name__", type(keep).__name__))
 
-    def __call__(self, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        return self._keep(ask, candidates) if ask.tried else candidates
+    def __call__(self, query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return self._keep(query, candidates) if query.tried else candidates
 
 
 Scorer = Callable[[Ask, Sequence[Candidate]], list[float]]
@@ -79,10 +79,10 @@ def together(scorers: tuple[Weighted, ...]) -> Scorer:
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         total = [0.0] * len(candidates)
         for weighted in scorers:
-            scores = weighted.scorer(ask, candidates)
+            scores = weighted.scorer(query, candidates)
             total = [
                 subtotal + score * weighted.weight
                 for subtotal, score in zip(total, scores, strict=True)

@@ -161,15 +161,15 @@ class PricedAdmission:
 
     # Verdicts
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if room.capacity <= 0:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if queue.capacity <= 0:
             return no_capacity()
-        estimate = appraise(ask, candidates)
+        estimate = appraise(query, candidates)
         if not estimate.count:
             return no_capacity()
-        self._reprice(estimate, room)
-        key = identity(ask) if room.at_door and len(self._schedule) else None
-        early_s = self._schedule.early(key, ask.now) if self.price else None
+        self._reprice(estimate, queue)
+        key = identity(query) if queue.at_door and len(self._schedule) else None
+        early_s = self._schedule.early(key, query.now) if self.price else None
         if early_s is not None:
             return Shed(
                 "early",
@@ -177,65 +177,65 @@ class PricedAdmission:
                 f"This request came before its Retry-After time, which is in {early_s:.1f} s.",
             )
         # its share of the capacity is reserved, so it need not wait again
-        is_reserved = self._schedule.due(key, ask.now)
+        is_reserved = self._schedule.due(key, query.now)
         shed = (
-            self._refusal(ask, candidates, estimate, room, is_reserved)
-            if room.at_door
-            else self._refuse_late(ask, estimate, room)
+            self._refusal(query, candidates, estimate, queue, is_reserved)
+            if queue.at_door
+            else self._refuse_late(query, estimate, queue)
         )
         if shed is not None:
-            self._usage.offered(ask.request.tenant, estimate.work_s, admitted=False)
+            self._usage.offered(query.request.tenant, estimate.work_s, admitted=False)
             return shed
         if is_reserved or not self.price:
             self._schedule.kept(key)
-        turn = is_reserved or not room.at_door or room.first(ask.request.tenant)
+        turn = is_reserved or not queue.at_door or queue.first(query.request.tenant)
         if (
             turn
-            and room.busy < room.capacity
-            and (is_reserved or self._can_start_soon(ask, candidates, estimate.count))
+            and queue.busy < queue.capacity
+            and (is_reserved or self._can_start_soon(query, candidates, estimate.count))
         ):
             return ADMIT
-        return Wait(room.limits.timeout_s)
+        return Wait(queue.limits.timeout_s)
 
     def _refusal(
         self,
-        ask: Ask,
+        query: Ask,
         candidates: Sequence[Candidate],
         estimate: Appraisal,
-        room: RoomView,
+        queue: RoomView,
         is_reserved: bool,
     ) -> Shed | None:
         """Return why a new request may not even wait; None if it may."""
-        request = ask.request
-        wait_s = self._wait_s(request.tenant, estimate, room)
+        request = query.request
+        wait_s = self._wait_s(request.tenant, estimate, queue)
         first_s = estimate.ttft_s + wait_s
-        patience_s = inf if request.deadline_s is None else request.deadline_s - ask.now
+        patience_s = inf if request.deadline_s is None else request.deadline_s - query.now
         if first_s > patience_s:
             return past_deadline(
-                room,
+                queue,
                 first_s,
                 patience_s,
-                self._retry_after(ask, estimate, room, first_s - patience_s),
+                self._retry_after(query, estimate, queue, first_s - patience_s),
             )
         kv_tokens = fleet_kv_tokens(candidates) if request.session else None
         if not self._sessions.admits(
             request.session, request.prompt_tokens + request.output_tokens, kv_tokens
         ):
-            return self._refuse_session(ask, kv_tokens or 0.0)
-        self._learn(ask, estimate)
+            return self._refuse_session(query, kv_tokens or 0.0)
+        self._learn(query, estimate)
         if is_reserved or not self.price:
             return None
-        price = self._relative_price(ask, estimate, first_s)
-        if ask.rng.random() * (1.0 + price) < 1.0:
+        price = self._relative_price(query, estimate, first_s)
+        if query.rng.random() * (1.0 + price) < 1.0:
             return None
-        return self._refuse_by_price(ask, estimate, room, price)
+        return self._refuse_by_price(query, estimate, queue, price)
 
-    def _relative_price(self, ask: Ask, estimate: Appraisal, first_s: float) -> float:
+    def _relative_price(self, query: Ask, estimate: Appraisal, first_s: float) -> float:
         """Return the price of the request's work over its value: one in 1 + that is admitted."""
-        request, rule = ask.request, self._rule
+        request, rule = query.request, self._rule
         weight = request.slo.weight
         value = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
-        if first_s > left_s(ask):
+        if first_s > left_s(query):
             value *= rule.late_value
         if self._sessions.holds(request.session) or continuing(
             request.prompt_tokens, estimate.cached_tokens
@@ -244,12 +244,14 @@ class PricedAdmission:
         work = pow(estimate.work_s / max(1e-9, self._typical_s or estimate.work_s), rule.bend)
         return self.price * self._usage.excess(request.tenant) * work / max(1e-9, value)
 
-    def _refuse_by_price(self, ask: Ask, estimate: Appraisal, room: RoomView, price: float) -> Shed:
+    def _refuse_by_price(
+        self, query: Ask, estimate: Appraisal, queue: RoomView, price: float
+    ) -> Shed:
         queue_s, threshold_s = (
-            estimate.queue_s + self._queue_work_s(estimate, room),
+            estimate.queue_s + self._queue_work_s(estimate, queue),
             self._threshold_s(),
         )
-        retry_after_s = self._retry_after(ask, estimate, room, queue_s - threshold_s)
+        retry_after_s = self._retry_after(query, estimate, queue, queue_s - threshold_s)
         text = (
             f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of "
             f"{estimate.count} endpoints, and beyond {threshold_s:.1f} s requests pay a price. "
@@ -258,60 +260,60 @@ class PricedAdmission:
         )
         return Shed("price", retry_after_s, text)
 
-    def _refuse_late(self, ask: Ask, estimate: Appraisal, room: RoomView) -> Shed | None:
+    def _refuse_late(self, query: Ask, estimate: Appraisal, queue: RoomView) -> Shed | None:
         """Return why a waiting request is refused after all: it would miss its TTFT budget while
         others would not.
         """
-        due_s = left_s(ask)
+        due_s = left_s(query)
         if (
             not self.price
             or estimate.ttft_s <= due_s
-            or estimate.prefill_s > ask.request.slo.ttft_s
+            or estimate.prefill_s > query.request.slo.ttft_s
         ):
             return None
         due = f"The first token was due in {max(0.0, due_s):.1f} s"
         text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
-        retry_after_s = self._retry_after(ask, estimate, room, estimate.ttft_s - due_s)
+        retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
         return Shed(
-            "ttft", retry_after_s, f"{text}. {room.busy} of {room.capacity} places are taken."
+            "ttft", retry_after_s, f"{text}. {queue.busy} of {queue.capacity} places are taken."
         )
 
-    def _refuse_session(self, ask: Ask, kv_tokens: float) -> Shed:
+    def _refuse_session(self, query: Ask, kv_tokens: float) -> Shed:
         sessions = self._sessions
         text = (
             f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
             f"and new ones enter below {sessions.phi * kv_tokens:.0f}, "
             f"{sessions.phi:.0%} of the fleet's KV cache."
         )
-        retry_after_s = sessions.room_in_s(ask.request.prompt_tokens, kv_tokens, ask.now)
+        retry_after_s = sessions.room_in_s(query.request.prompt_tokens, kv_tokens, query.now)
         return Shed(
             "session_memory",
-            None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * ask.rng.random()),
+            None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * query.rng.random()),
             text,
         )
 
     # The price
 
-    def _reprice(self, estimate: Appraisal, room: RoomView) -> None:
+    def _reprice(self, estimate: Appraisal, queue: RoomView) -> None:
         """Set the current price: flat at first, so that a burst costs little, then exponential."""
         rule = self._rule
-        demand = self._usage.asked_s(room.waiting_s, rule.doubt) / (
+        demand = self._usage.asked_s(queue.waiting_s, rule.doubt) / (
             estimate.count * self._prefill_share
         )
         self._overload = min(
             1.0, max(0.0, (demand - rule.full_load) / (rule.overload - rule.full_load))
         )
-        queued = (estimate.queue_s + self._queue_work_s(estimate, room)) / self._threshold_s()
+        queued = (estimate.queue_s + self._queue_work_s(estimate, queue)) / self._threshold_s()
         excess = rule.steepness * min(
             4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0)
         )
         self.price = expm1(excess) - excess
 
-    def _queue_work_s(self, estimate: Appraisal, room: RoomView) -> float:
+    def _queue_work_s(self, estimate: Appraisal, queue: RoomView) -> float:
         """Return the seconds the endpoints need for the prompts in the wait queue, at the pace at
         which they are sent.
         """
-        return room.waiting_s / (estimate.count * self._prefill_share)
+        return queue.waiting_s / (estimate.count * self._prefill_share)
 
     def _threshold_s(self) -> float:
         """Return the mean queue that is still free.
@@ -324,63 +326,67 @@ class PricedAdmission:
             rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
         )
 
-    def _can_start_soon(self, ask: Ask, candidates: Sequence[Candidate], count: int) -> bool:
+    def _can_start_soon(self, query: Ask, candidates: Sequence[Candidate], count: int) -> bool:
         """Return whether some candidate would begin the request soon without slowing running
         answers down.
 
         The policy may pick another candidate, so the excess of all endpoints together is bounded as
         well. A tenant within its share need not wait as others do; those above it keep the pace.
         """
-        slo, rule = ask.request.slo, self._rule
+        slo, rule = query.request.slo, self._rule
         leniency = 1.0
         if self._usage.shared:
-            leniency = rule.immodest + rule.modest * (1.0 - self._usage.excess(ask.request.tenant))
+            leniency = rule.immodest + rule.modest * (
+                1.0 - self._usage.excess(query.request.tenant)
+            )
         bursts = leniency * (PASSING - (PASSING - 1.0) * self._overload)
         if self._ahead_s > bursts * rule.burst_s * count:
             return False
-        until = ask.now + leniency * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
+        until = query.now + leniency * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
         for candidate in candidates:
             load = candidate.load
             if (
                 load.available
                 and load.ready_at <= until
-                and self._pace.ahead_s(load, slo.tpot_s, ask.now) <= leniency * rule.burst_s
+                and self._pace.ahead_s(load, slo.tpot_s, query.now) <= leniency * rule.burst_s
             ):
                 return True
         return False
 
-    def _wait_s(self, tenant: str, estimate: Appraisal, room: RoomView) -> float:
+    def _wait_s(self, tenant: str, estimate: Appraisal, queue: RoomView) -> float:
         """Return how long a new request of the tenant would wait in the queue."""
-        if not room.waiting:
+        if not queue.waiting:
             return 0.0
-        return self._queue_work_s(estimate, room) * min(1.0, room.ahead(tenant) / room.waiting)
+        return self._queue_work_s(estimate, queue) * min(1.0, queue.ahead(tenant) / queue.waiting)
 
     def _retry_after(
-        self, ask: Ask, estimate: Appraisal, room: RoomView, excess_s: float
+        self, query: Ask, estimate: Appraisal, queue: RoomView, excess_s: float
     ) -> float | None:
         """Return the Retry-After: the first unreserved moment after the queue has become shorter.
 
         None, without a reservation, for a request whose client would not retry.
         """
-        if not ask.returns:
+        if not query.returns:
             return None
-        per_s = room.drain.per_s(ask.now)
+        per_s = queue.drain.per_s(query.now)
         capacity = per_s * self._work_s if per_s is not None and self._work_s else None
-        return self._schedule.refuse(identity(ask), estimate.work_s, capacity, 2.0 * excess_s, ask)
+        return self._schedule.refuse(
+            identity(query), estimate.work_s, capacity, 2.0 * excess_s, query
+        )
 
     # What it learns
 
-    def _learn(self, ask: Ask, estimate: Appraisal) -> None:
+    def _learn(self, query: Ask, estimate: Appraisal) -> None:
         """Update the typical budget and weight (harmonic means: tight and light ones count most)
         and the typical work.
         """
-        slo = ask.request.slo
+        slo = query.request.slo
         self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
         self._typical_s = _mean(self._typical_s, estimate.work_s)
         self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        request, load = ask.request, pick.candidate.load
+    def booked(self, query: Ask, pick: Pick) -> None:
+        request, load = query.request, pick.candidate.load
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
         fill_s = prefill_s(load, missing, pick.cached_tokens)
         context = request.prompt_tokens + request.output_tokens / 2
@@ -389,20 +395,20 @@ class PricedAdmission:
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.offered(request.tenant, work_s, admitted=True)
         if request.session:
-            cached_somewhere = max(ask.cached, default=0)
+            cached_somewhere = max(query.cached, default=0)
             self._sessions.began(
                 request.session,
                 request.prompt_tokens,
                 cached_somewhere,
                 pick.cached_tokens,
-                ask.now,
+                query.now,
             )
         self._ahead_s += fill_s
-        ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, ask.now)
+        ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, query.now)
         if (
             request.session
             or ahead_s > 0.5 * self._rule.burst_s
-            or load.ready_at - ask.now > self._rule.hold_least_s
+            or load.ready_at - query.now > self._rule.hold_least_s
         ):
             self.calm = False
 

@@ -12,18 +12,18 @@ from policies.contract import Filter, RetryFilter
 from policies.model import Ask, Candidate
 
 
-def available(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def available(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints that are neither ejected nor draining."""
     return [candidate for candidate in candidates if candidate.load.available]
 
 
 @RetryFilter
-def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def untried(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints on which this request has not failed yet."""
-    return [candidate for candidate in candidates if candidate.endpoint.name not in ask.tried]
+    return [candidate for candidate in candidates if candidate.endpoint.name not in query.tried]
 
 
-def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints below their concurrency cap, if possible below their soft cap during slow
     start.
 
@@ -44,15 +44,15 @@ def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if candidate.load.in_flight < candidate.endpoint.max_concurrency
     ]
     if with_room or not (
-        ask.tried or any(candidate.load.others.shares for candidate in candidates)
+        query.tried or any(candidate.load.others.shares for candidate in candidates)
     ):
         return with_room
     return candidates
 
 
-def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def fits_context(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints whose context limit holds the prompt and the expected answer."""
-    needed = ask.request.prompt_tokens + ask.request.output_tokens
+    needed = query.request.prompt_tokens + query.request.output_tokens
     return [
         candidate
         for candidate in candidates
@@ -60,9 +60,9 @@ def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidat
     ]
 
 
-def serves_tenant(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def serves_tenant(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints that are not reserved for other tenants."""
-    tenant = ask.request.tenant
+    tenant = query.request.tenant
     return [
         candidate
         for candidate in candidates
@@ -71,7 +71,7 @@ def serves_tenant(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candida
 
 
 @RetryFilter
-def prefer_proven(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def prefer_proven(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints with a success since their last failure, for a retry; all if there is none."""
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 

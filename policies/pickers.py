@@ -10,20 +10,20 @@ from policies.load import EndpointLoad
 from policies.model import Ask, Candidate
 
 
-def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+def best(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
     """Choose the highest score.
 
     Ties at random, so that gateways with equal views do not all choose the first.
     """
     top = max(scores)
     ties = [index for index, score in enumerate(scores) if score == top]
-    return ties[0] if len(ties) == 1 else ties[int(ask.rng.random() * len(ties))]
+    return ties[0] if len(ties) == 1 else ties[int(query.rng.random() * len(ties))]
 
 
 def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
     """Choose the highest score; break ties by the lowest of each cost in turn, then at random."""
 
-    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
         tied = [index for index, score in enumerate(scores) if score == top]
         for cost in costs:
@@ -36,17 +36,17 @@ def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
                 for index, cost_here in zip(tied, costs_left, strict=True)
                 if cost_here == least
             ]
-        return tied[0] if len(tied) == 1 else tied[int(ask.rng.random() * len(tied))]
+        return tied[0] if len(tied) == 1 else tied[int(query.rng.random() * len(tied))]
 
     return pick
 
 
-def better_of_two(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+def better_of_two(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
     """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
-    first = int(ask.rng.random() * len(scores))
+    first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
         return first
-    second = int(ask.rng.random() * (len(scores) - 1))
+    second = int(query.rng.random() * (len(scores) - 1))
     second += second >= first
     return second if scores[second] > scores[first] else first
 
@@ -63,11 +63,11 @@ def softmax(temperature: float) -> Picker:
     if temperature == 0:
         return best
 
-    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
         span = (top - min(scores)) * temperature or 1.0
         weights = [exp((score - top) / span) for score in scores]
-        drawn = ask.rng.random() * sum(weights)
+        drawn = query.rng.random() * sum(weights)
         for index, weight in enumerate(weights):
             drawn -= weight
             if drawn < 0:
@@ -92,13 +92,13 @@ class Rotation:
         self._turn = 0.0
         self._last_turn: dict[int, float] = {}
 
-    def __call__(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def __call__(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         last, top = self._last_turn, scores[0]
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]
         except KeyError:
-            self._add_new_slots(ask, candidates)
-            return self(ask, candidates, scores)
+            self._add_new_slots(query, candidates)
+            return self(query, candidates, scores)
         if scores.count(top) != len(scores):
             top = max(scores)
             turns = [
@@ -109,6 +109,6 @@ class Rotation:
         last[candidates[chosen].load.slot] = self._turn
         return chosen
 
-    def _add_new_slots(self, ask: Ask, candidates: Sequence[Candidate]) -> None:
+    def _add_new_slots(self, query: Ask, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
-            self._last_turn.setdefault(candidate.load.slot, -ask.rng.random())
+            self._last_turn.setdefault(candidate.load.slot, -query.rng.random())

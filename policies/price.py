@@ -129,33 +129,35 @@ class Prices:
     def __init__(self, weights: Priced) -> None:
         self.weights = weights
 
-    def scores(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def scores(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         """Return negative prices of serving the whole request, in the order of the candidates."""
-        return [-price for price in self.prices(ask, candidates)]
+        return [-price for price in self.prices(query, candidates)]
 
-    def terms(self, ask: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
+    def terms(self, query: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
         """Return the named terms of each candidate's price, to explain a pick."""
         return [
-            msgspec.structs.asdict(self.explain(ask, candidates, index))
+            msgspec.structs.asdict(self.explain(query, candidates, index))
             for index in range(len(candidates))
         ]
 
-    def prices(self, ask: Ask, candidates: Sequence[Candidate], part: Part = WHOLE) -> list[float]:
+    def prices(
+        self, query: Ask, candidates: Sequence[Candidate], part: Part = WHOLE
+    ) -> list[float]:
         """Return the price at each candidate: the totals of `explain`."""
-        return _RequestTerms(self.weights, ask, part).prices(
-            candidates, ask.cached, self.speeds(candidates)
+        return _RequestTerms(self.weights, query, part).prices(
+            candidates, query.cached, self.speeds(candidates)
         )
 
     def explain(
-        self, ask: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE
+        self, query: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE
     ) -> Terms:
         """Return the terms of the price at candidates[index]: the same arithmetic as `prices`,
         written to be read.
         """
-        weights, request, load = self.weights, ask.request, candidates[index].load
+        weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
         slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
-        cached_here = ask.cached[load.slot] if load.slot < len(ask.cached) else 0
+        cached_here = query.cached[load.slot] if load.slot < len(query.cached) else 0
         uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
         fill_s = (
             fast
@@ -163,11 +165,11 @@ class Prices:
             * (load.token_s + attention * (cached_here + 0.5 * uncached) * load.pair_s)
         )
         work_s = part.prefills * fill_s
-        wait_s, share = max(0.0, load.ready_at - ask.now), load.kv_booked / room
+        wait_s, share = max(0.0, load.ready_at - query.now), load.kv_booked / room
         if (
             load.strangers
             and load.scraped_at is not None
-            and load.scraped_at >= ask.now - weights.fresh_s
+            and load.scraped_at >= query.now - weights.fresh_s
         ):
             wait_s += ahead(load) * work_s
             share = max(share, load.kv_usage or 0.0)
@@ -187,7 +189,7 @@ class Prices:
             step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.context_s)
         fuller = share + (uncached + part.decodes * request.output_tokens) / room
         return Terms(
-            ttft=self._loss(first_s / patience_s(request, ask.now)),
+            ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
             others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * slope**2,
             work=weights.work_weight
@@ -248,14 +250,14 @@ class _RequestTerms:
         ),
     )
 
-    def __init__(self, weights: Priced, ask: Ask, part: Part) -> None:
-        request, slo = ask.request, ask.request.slo
+    def __init__(self, weights: Priced, query: Ask, part: Part) -> None:
+        request, slo = query.request, query.request.slo
         self._late, self._overdue = weights.late, weights.overdue
         self._beyond = weights.late**3 - weights.overdue * weights.late
-        self._now, self._oldest = ask.now, ask.now - weights.fresh_s
+        self._now, self._oldest = query.now, query.now - weights.fresh_s
         self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
         self._prefills, self._transfer_s = part.prefills, part.transfer_s
-        self._per_ttft, self._per_tpot = 1.0 / patience_s(request, ask.now), 1.0 / slo.tpot_s
+        self._per_ttft, self._per_tpot = 1.0 / patience_s(request, query.now), 1.0 / slo.tpot_s
         self._decoded, self._own = part.decodes / slo.tpot_s, part.decodes * weights.tpot_weight
         self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
         self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight

@@ -81,7 +81,7 @@ class Calendar:
             self.work_s = self.work_s - work_s if self._reservations else 0.0
 
     def refuse(
-        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, ask: Ask
+        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, query: Ask
     ) -> float | None:
         """Schedule a refused request.
 
@@ -95,7 +95,7 @@ class Calendar:
         """
         if not per_s:
             return None
-        times, now, rng = self._times, ask.now, ask.rng
+        times, now, rng = self._times, query.now, query.rng
         self.forget(now)
         begin = max(self.until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s)))
         length = work_s / (times.share * per_s)
@@ -127,12 +127,12 @@ class Calendar:
         return None if reservation is None else reservation[0]
 
 
-def identity(ask: Ask) -> Key | None:
+def identity(query: Ask) -> Key | None:
     """Return what identifies a repeated request: its prompt, salted by model and cache salt.
 
     None without a fingerprint, or if the prompt is shorter than one block.
     """
-    fingerprint = ask.fingerprint
+    fingerprint = query.fingerprint
     return (
         None
         if fingerprint is None or not fingerprint.keys

@@ -14,19 +14,19 @@ from policies.contract import Policy
 from policies.model import Ask, Candidate, Pick
 
 
-def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+def pick(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
     """Choose the endpoint for a request.
 
     None if the filters keep none (`rejecting_filter` names the filter).
     """
     remaining = candidates
-    for filter_ in policy.filters if ask.tried else policy.first_filters:
-        remaining = filter_(ask, remaining)
+    for filter_ in policy.filters if query.tried else policy.first_filters:
+        remaining = filter_(query, remaining)
     if not remaining:
         return None
-    scores = policy.score(ask, remaining)
-    index = policy.picker(ask, remaining, scores)
-    candidate, cached = remaining[index], ask.cached
+    scores = policy.score(query, remaining)
+    index = policy.picker(query, remaining, scores)
+    candidate, cached = remaining[index], query.cached
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
     return Pick(
@@ -52,7 +52,7 @@ def repicked(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     )
 
 
-def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
+def refusal(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
     "no_candidates" if there were none at all.
@@ -63,7 +63,7 @@ def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
     if not remaining:
         return "no_candidates"
     for filter_ in policy.filters:
-        remaining = filter_(ask, remaining)
+        remaining = filter_(query, remaining)
         if not remaining:
             return getattr(filter_, "__name__", type(filter_).__name__)
     raise ValueError(f"policy {policy.name} keeps a candidate here")

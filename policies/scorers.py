@@ -17,7 +17,7 @@ from policies.model import Ask, Candidate
 def same() -> Scorer:
     """Score every candidate 0, so that the picker alone decides."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         return [0.0] * len(candidates)
 
     return score
@@ -35,9 +35,11 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
     large as this request.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         own_size = (
-            ask.request.prompt_tokens + output_weight * ask.request.output_tokens + request_tokens
+            query.request.prompt_tokens
+            + output_weight * query.request.output_tokens
+            + request_tokens
         )
         return [
             -(
@@ -45,7 +47,7 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
                 + output_weight * load.expected_tokens
                 + request_tokens * load.in_flight
             )
-            - own_size * strangers(load, ask.now, fresh_s)
+            - own_size * strangers(load, query.now, fresh_s)
             for load in (candidate.load for candidate in candidates)
         ]
 
@@ -57,8 +59,8 @@ def fewest_requests(fresh_s: float) -> Scorer:
     scrape.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        now = ask.now
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        now = query.now
         return [
             -float(load.in_flight + strangers(load, now, fresh_s))
             for load in (candidate.load for candidate in candidates)
@@ -96,11 +98,11 @@ def uncached_work(
     new request is likely to wait for KV, which costs up to one prompt more.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, slots = ask.request.prompt_tokens, ask.cached, len(ask.cached)
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, slots = query.request.prompt_tokens, query.cached, len(query.cached)
         loads = [candidate.load for candidate in candidates]
         cached_tokens = [cached[load.slot] if load.slot < slots else 0 for load in loads]
-        most_cached, oldest = max(cached_tokens), ask.now - fresh_s
+        most_cached, oldest = max(cached_tokens), query.now - fresh_s
         scores = []
         load: EndpointLoad
         for index, load in enumerate(loads):
@@ -150,8 +152,8 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
     that the endpoint does not have cached.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, known = query.request.prompt_tokens, query.cached, len(query.cached)
         scores = []
         for candidate in candidates:
             load = candidate.load
@@ -162,7 +164,7 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
                 + request_tokens * load.in_flight
             )
             cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
-            scores.append(-cost - prompt * strangers(load, ask.now, fresh_s))
+            scores.append(-cost - prompt * strangers(load, query.now, fresh_s))
         return scores
 
     return score

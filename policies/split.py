@@ -140,8 +140,8 @@ def splitter(rule: SplitRule, policy: Policy) -> Splitter:
 def by_price(name: str, part: Part, filters: tuple[Filter, ...], prices: PartPrices) -> Policy:
     """Return a policy that picks the cheapest endpoint for a phase."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        return [-price for price in prices(ask, candidates, part)]
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        return [-price for price in prices(query, candidates, part)]
 
     return Policy(name, filters, (Weighted(score),), pickers.best, reads_prefix=True)
 
@@ -156,15 +156,15 @@ def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
 
 
-def after_prefill_s(rule: SplitRule, ask: Ask, decode: Pick) -> float:
+def after_prefill_s(rule: SplitRule, query: Ask, decode: Pick) -> float:
     """Return the expected seconds from the end of the prefill to the first token.
 
     The KV is transferred, and then waits behind the prompts that the decoder computes itself, or
     for free KV.
     """
-    prompt_tokens = ask.request.prompt_tokens
+    prompt_tokens = query.request.prompt_tokens
     moved_s = rule.handoff_s + (prompt_tokens - decode.cached_tokens) * rule.kv_token_s
-    return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, ask.now)
+    return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, query.now)
 
 
 def unsplittable(shape: Shape) -> Reason | None:
@@ -191,7 +191,7 @@ class Splitter(msgspec.Struct, frozen=True):
     decode: Policy
     crowded: Policy
 
-    def decide(self, pools: Pools, ask: Ask, shape: Shape, splitting: bool) -> Decision:
+    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
         """Decide about one request. `splitting` is that of the last decision; False at first.
 
         A request that no endpoint can serve whole is split even when that does not pay off: slow is
@@ -200,28 +200,28 @@ class Splitter(msgspec.Struct, frozen=True):
         why = unsplittable(shape)
         if why is not None:
             return Decision(None, why, splitting)
-        pair = self.pair(pools, ask)
+        pair = self.pair(pools, query)
         if pair is None:
             return Decision(None, Reason.NO_PAIR, splitting)
         reason, splitting = self._pays_off(
-            ask.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting
+            query.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting
         )
         if reason is not _LONG:
-            if _has_candidate(pools.alone, ask):
+            if _has_candidate(pools.alone, query):
                 return Decision(None, reason, splitting)
             reason = Reason.NOBODY_ALONE
         return Decision(pair, reason, splitting)
 
-    def pair(self, pools: Pools, ask: Ask) -> Pair | None:
+    def pair(self, pools: Pools, query: Ask) -> Pair | None:
         """Return the least loaded decode endpoint that has a prefill partner, and the best such
         partner.
         """
-        groups = [group for group in pools.groups if _has_candidate(group.prefills, ask)]
+        groups = [group for group in pools.groups if _has_candidate(group.prefills, query)]
         if not groups:
             return None
         group, several = groups[0], len(groups) > 1
         decode = run.pick(
-            self.decode, ask, _decode_candidates(groups) if several else group.decodes
+            self.decode, query, _decode_candidates(groups) if several else group.decodes
         )
         if decode is None:
             return None
@@ -231,9 +231,9 @@ class Splitter(msgspec.Struct, frozen=True):
         prefills: Sequence[Candidate] = group.prefills
         if chosen in prefills:
             prefills = [candidate for candidate in prefills if candidate is not chosen]
-        prefill = run.pick(self.prefill, ask, prefills)
-        if prefill is None and not _has_candidate(pools.alone, ask):
-            prefill = run.pick(self.crowded, ask, prefills)
+        prefill = run.pick(self.prefill, query, prefills)
+        if prefill is None and not _has_candidate(pools.alone, query):
+            prefill = run.pick(self.crowded, query, prefills)
         return None if prefill is None else Pair(prefill, decode)
 
     def _pays_off(
@@ -258,55 +258,59 @@ class PricedSplitter(Splitter, frozen=True):
     and dissolve by themselves.
     """
 
-    def decide(self, pools: Pools, ask: Ask, shape: Shape, splitting: bool) -> Decision:
+    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
         """Like Splitter.decide, by price. `splitting` is returned unchanged: there is no mode."""
         why = unsplittable(shape)
         if why is not None:
             return Decision(None, why, splitting)
-        whole = run.pick(self.prefill, ask, pools.alone)
+        whole = run.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
             return Decision(None, Reason.ONE_TOKEN, splitting)
-        pair = self.pair(pools, ask)
+        pair = self.pair(pools, query)
         if pair is None:
             return Decision(None, Reason.NO_PAIR, splitting)
         if whole is None:
-            if _has_candidate(pools.alone, ask):
+            if _has_candidate(pools.alone, query):
                 return Decision(None, Reason.WHOLE_CHEAPER, splitting)
             return Decision(pair, Reason.NOBODY_ALONE, splitting)
         if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
             return Decision(pair, Reason.PAIR_CHEAPER, splitting)
         return Decision(None, Reason.WHOLE_CHEAPER, splitting)
 
-    def pair(self, pools: Pools, ask: Ask) -> Pair | None:
+    def pair(self, pools: Pools, query: Ask) -> Pair | None:
         """Return the cheapest pair: per group the cheapest decoder, then the cheapest prefill
         endpoint for it.
         """
         pairs = [
-            pair for group in pools.groups if (pair := self._pair_of(group, pools, ask)) is not None
+            pair
+            for group in pools.groups
+            if (pair := self._pair_of(group, pools, query)) is not None
         ]
         return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
 
-    def _pair_of(self, group: Group, pools: Pools, ask: Ask) -> Pair | None:
-        decode = run.pick(self.decode, ask, group.decodes)
+    def _pair_of(self, group: Group, pools: Pools, query: Ask) -> Pair | None:
+        decode = run.pick(self.decode, query, group.decodes)
         if decode is None or self.prefill.parts is None:
             return None
-        part = Part(decodes=0.0, transfer_s=after_prefill_s(self.rule, ask, decode))
+        part = Part(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
         prefills = [candidate for candidate in group.prefills if candidate is not decode.candidate]
         prefill = run.pick(
-            by_price("prefill_price", part, self.prefill.filters, self.prefill.parts), ask, prefills
+            by_price("prefill_price", part, self.prefill.filters, self.prefill.parts),
+            query,
+            prefills,
         )
-        if prefill is None and not _has_candidate(pools.alone, ask):
+        if prefill is None and not _has_candidate(pools.alone, query):
             prefill = run.pick(
                 by_price("prefill_price", part, self.crowded.filters, self.prefill.parts),
-                ask,
+                query,
                 prefills,
             )
         return None if prefill is None else Pair(prefill, decode)
 
 
-def _has_candidate(candidates: Sequence[Candidate], ask: Ask) -> bool:
+def _has_candidate(candidates: Sequence[Candidate], query: Ask) -> bool:
     """Return whether an available endpoint has not failed this request."""
-    tried = ask.tried
+    tried = query.tried
     # a hot path; any() is slower
     for candidate in candidates:  # noqa: SIM110
         if candidate.load.available and candidate.endpoint.name not in tried:

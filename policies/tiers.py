@@ -26,7 +26,7 @@ class Tier(msgspec.Struct, frozen=True):
     penalty: float = 0.3
 
 
-def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
+def alternatives(query: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     """Return the tiers that could serve the request, each with its price in lost value, cheapest
     first.
 
@@ -34,9 +34,9 @@ def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     and prefill would use. Tiers that would miss the budget, have no available endpoint, or accept
     no prompt of this length are left out.
     """
-    budget_s, priced = left_s(ask), []
+    budget_s, priced = left_s(query), []
     for tier in tiers:
-        estimate = appraise(ask, fits_context(ask, serves_tenant(ask, tier.candidates)))
+        estimate = appraise(query, fits_context(query, serves_tenant(query, tier.candidates)))
         if estimate.count and 0.0 < budget_s >= estimate.ttft_s:
             priced.append((tier, tier.penalty + (1.0 - tier.penalty) * estimate.ttft_s / budget_s))
     return sorted(priced, key=lambda item: item[1])

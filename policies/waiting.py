@@ -69,19 +69,19 @@ class Waiter(Generic[T]):
 
     def __init__(
         self,
-        ask: Ask,
+        query: Ask,
         candidates: Sequence[Candidate],
         ticket: T,
         timeout_s: float,
         again: Callable[[float], Ask] | None,
     ) -> None:
-        request, estimate = ask.request, appraise(ask, candidates)
-        self.ask, self.candidates, self.ticket, self.again = ask, candidates, ticket, again
-        self.arrived_s = self.looked_s = ask.now
+        request, estimate = query.request, appraise(query, candidates)
+        self.ask, self.candidates, self.ticket, self.again = query, candidates, ticket, again
+        self.arrived_s = self.looked_s = query.now
         self.own_s = estimate.prefill_s
         self.tokens = charged_tokens(request, estimate.cached_tokens)
-        self.due_s = ask.now + timeout_s
-        first_token_due_s = (request.arrived_s or ask.now) + request.slo.ttft_s
+        self.due_s = query.now + timeout_s
+        first_token_due_s = (request.arrived_s or query.now) + request.slo.ttft_s
         self.by_deadline = (
             request.deadline_s is not None and request.deadline_s - self.own_s < self.due_s
         )
@@ -267,7 +267,7 @@ class Room(Generic[T]):
 
     def arrive(
         self,
-        ask: Ask,
+        query: Ask,
         candidates: Sequence[Candidate],
         ticket: T,
         again: Callable[[float], Ask] | None = None,
@@ -279,28 +279,28 @@ class Room(Generic[T]):
         back. `again` rebuilds the query at a later moment, because cached prefixes change while it
         waits.
         """
-        verdict = self.knock(ask, candidates)
+        verdict = self.knock(query, candidates)
         if isinstance(verdict, Wait):
-            return self._add(Waiter(ask, candidates, ticket, verdict.timeout_s, again))
+            return self._add(Waiter(query, candidates, ticket, verdict.timeout_s, again))
         return verdict
 
-    def knock(self, ask: Ask, candidates: Sequence[Candidate]) -> Verdict:
+    def knock(self, query: Ask, candidates: Sequence[Candidate]) -> Verdict:
         """Like `arrive`, for a request that does not queue if it would have to wait."""
         self.at_door = True
         try:
-            verdict = self.admission.judge(ask, candidates, self)
+            verdict = self.admission.judge(query, candidates, self)
         finally:
             self.at_door = False
         if isinstance(verdict, Admit):
             self.in_flight += 1
         return verdict
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
+    def booked(self, query: Ask, pick: Pick) -> None:
         """Charge the tenant of a request with a permit that was booked at an endpoint."""
-        request = ask.request
+        request = query.request
         tokens = charged_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
-        self.admission.booked(ask, pick)
+        self.admission.booked(query, pick)
 
     def leave(self, request: Request, outcome: Outcome) -> None:
         """Give back a permit. Call `settle` afterwards."""

@@ -53,10 +53,10 @@ class Door:
             self._room.refresh(self._fleet.front.candidates)
             self._settle(now)
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
+    def booked(self, query: Ask, pick: Pick) -> None:
         """Charge the tenant for a booked pick, if there is a wait queue."""
         if self._room is not None:
-            self._room.booked(ask, pick)
+            self._room.booked(query, pick)
 
     def left(self, now: float, flight: Flight) -> None:
         """Free the place of a request that has ended, and report its outcome."""
@@ -85,7 +85,7 @@ class Door:
         if flight.over:
             return
         if self._room is None:
-            self._fleet.serve(now, flight, self._fleet.front.ask(flight, now))
+            self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
         elif self._room.take():
             self._admit(now, flight)
         else:
@@ -94,11 +94,11 @@ class Door:
     def _ask_admission(self, now: float, flight: Flight, room: Room[int]) -> None:
         """Ask the admission, because the fast path was not available."""
         fleet, number = self._fleet, flight.record.number
-        ask, requery = fleet.front.ask(flight, now), partial(fleet.front.ask, flight)
-        verdict = room.arrive(ask, fleet.front.fitting(flight.one), number, requery)
+        query, requery = fleet.front.query(flight, now), partial(fleet.front.query, flight)
+        verdict = room.arrive(query, fleet.front.fitting(flight.one), number, requery)
         if isinstance(verdict, Admit):
             flight.permit = True
-            fleet.serve(now, flight, ask)
+            fleet.serve(now, flight, query)
         elif isinstance(verdict, Shed):
             self._refuse(now, flight, verdict)
         else:
@@ -107,7 +107,7 @@ class Door:
 
     def _admit(self, now: float, flight: Flight) -> None:
         flight.permit = True
-        self._fleet.serve(now, flight, self._fleet.front.ask(flight, now))
+        self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
 
     def _settle(self, now: float, _: object = None) -> None:
         """Admit and refuse the waiting requests that have a verdict now."""

@@ -183,18 +183,18 @@ class Fleet:
 
     # Sending to a group
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> None:
+    def serve(self, now: float, flight: Flight, query: Ask) -> None:
         """Pick a group and book the request in one step, as the gateway does, then send it to the
         engine.
         """
-        if self.halves is not None and self.halves.serve(now, flight, ask):
+        if self.halves is not None and self.halves.serve(now, flight, query):
             return
-        pick = self.front.pick(ask, self._single_candidates(flight.one))
+        pick = self.front.pick(query, self._single_candidates(flight.one))
         if pick is None:
             self.door.nobody(now, flight)
             return
         group = self.groups[pick.candidate.load.slot]
-        self.door.booked(ask, pick)
+        self.door.booked(query, pick)
         entry = ledger.book(group.load, flight.request, pick.cached_tokens, now)
         flight.entry, flight.believed = entry, pick.cached_tokens
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
@@ -374,7 +374,7 @@ class Fleet:
             self.over_with(now, flight, End.LOST, "engine_dead")
             return
         flight.record.moved += 1
-        self.serve(now, flight, self.front.ask(flight, now))
+        self.serve(now, flight, self.front.query(flight, now))
 
     def _report(self, wall_s: float) -> Run:
         for group in self.groups:

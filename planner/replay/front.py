@@ -79,7 +79,7 @@ class Front:
         )
         return of_chain(keys, block_bytes, n_bytes, salt)
 
-    def ask(self, flight: Flight, now: float) -> Ask:
+    def query(self, flight: Flight, now: float) -> Ask:
         """Return the routing query, with what each group is believed (or known) to have cached."""
         request, fingerprint, keys = flight.request, flight.fingerprint, flight.keys
         cached: Sequence[int] = ()
@@ -111,10 +111,10 @@ class Front:
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
-    def pick(self, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+    def pick(self, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
         """Return the policy's choice, measuring its time."""
         began = perf_counter()
-        pick = run.pick(self.policy, ask, candidates)
+        pick = run.pick(self.policy, query, candidates)
         self.pick_s += perf_counter() - began
         self.picks += 1
         return pick

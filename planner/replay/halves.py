@@ -61,7 +61,7 @@ class Halves:
             tuple(alone),
         )
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> bool:
+    def serve(self, now: float, flight: Flight, query: Ask) -> bool:
         """Send the request to a pair if the gateway would.
 
         Return False if it is for a single group.
@@ -69,7 +69,7 @@ class Halves:
         front, groups = self._fleet.front, self._fleet.groups
         pools = self.fitting(flight.one)
         began = perf_counter()
-        decision = self._splitter.decide(pools, ask, _WHOLE, self._splitting)
+        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting)
         front.pick_s += perf_counter() - began
         front.picks += 1
         self._splitting = decision.splitting
@@ -78,10 +78,10 @@ class Halves:
         prefill, decode = decision.pair.prefill, decision.pair.decode
         giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
         request, record = flight.request, flight.record
-        self._fleet.door.booked(ask, prefill)
+        self._fleet.door.booked(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
-        after_s = after_prefill_s(self._splitter.rule, ask, decode)
+        after_s = after_prefill_s(self._splitter.rule, query, decode)
         flight.entry = ledger.reserve(taker.load, request, decode.cached_tokens, now)
         computed_s = flight.prefill_entry.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s

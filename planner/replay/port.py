@@ -23,7 +23,7 @@ class DoorPort(Protocol):
     def refresh(self, now: float) -> None:
         """Recount the places after groups came or went."""
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
+    def booked(self, query: Ask, pick: Pick) -> None:
         """Charge the tenant for a booked pick."""
 
 
@@ -55,7 +55,7 @@ class FleetPort(Protocol):
         Events of the same moment run in the order in which they were scheduled.
         """
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> None:
+    def serve(self, now: float, flight: Flight, query: Ask) -> None:
         """Pick a group for an admitted request, book it and send it there."""
 
     def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:

@@ -68,23 +68,23 @@ class TwoHashes:
         self._ttft_slo_s = rule.ttft_slo_s
         self._salts: dict[str, int] = {}
 
-    def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         """Choose one of the pair; `scores` are negative expected TTFTs."""
         if len(candidates) == 1:
             return 0
-        first, second = self._pair(self._key(ask), candidates)
-        cached = held(ask, (candidates[first], candidates[second]))
+        first, second = self._pair(self._key(query), candidates)
+        cached = held(query, (candidates[first], candidates[second]))
         if cached[0] == cached[1]:
             return first if scores[first] >= scores[second] else second
         fuller, other = (first, second) if cached[0] > cached[1] else (second, first)
-        slo_s = ask.request.slo.ttft_s if self._ttft_slo_s is None else self._ttft_slo_s
+        slo_s = query.request.slo.ttft_s if self._ttft_slo_s is None else self._ttft_slo_s
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
-    def _key(self, ask: Ask) -> int:
+    def _key(self, query: Ask) -> int:
         """Return the hashed prefix; a random key for a prompt shorter than one block."""
-        if ask.fingerprint is not None and ask.fingerprint.keys:
-            return self._hot.key(ask.fingerprint)
-        return int(ask.rng.random() * (_WORD + 1))
+        if query.fingerprint is not None and query.fingerprint.keys:
+            return self._hot.key(query.fingerprint)
+        return int(query.rng.random() * (_WORD + 1))
 
     def _pair(self, key: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
         """Return the winner of the first hash, and among the others the winner of the second."""

@@ -60,13 +60,13 @@ def blocks(rule: DynamoKv) -> Scorer:
         rule.block_size,
     )
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         loads = [candidate.load for candidate in candidates]
-        prompt = ask.request.prompt_tokens
+        prompt = query.request.prompt_tokens
         shortest = min(load.prefill_tokens for load in loads)
         fading = decay / max(1, prompt)
         scores = []
-        for load, cached in zip(loads, held(ask, candidates), strict=True):
+        for load, cached in zip(loads, held(query, candidates), strict=True):
             value = credit / (1.0 + fading * (load.prefill_tokens - shortest))
             prefill = load.prefill_tokens + prompt - value * cached
             tokens = scale * prefill if prefill > 0 else 0.0

@@ -47,31 +47,31 @@ class EarlyRejector(Cap):
         self.name, self.calm, self.reads_beliefs = "early_rejection", False, True
         self._margin = margin
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if not room.at_door:
-            return super().judge(ask, candidates, room)
-        if room.capacity <= 0:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if not queue.at_door:
+            return super().judge(query, candidates, queue)
+        if queue.capacity <= 0:
             return no_capacity()
-        request, slo = ask.request, ask.request.slo
-        first_s, first_most = appraise(ask, candidates).ttft_s, self._margin * slo.ttft_s
+        request, slo = query.request, query.request.slo
+        first_s, first_most = appraise(query, candidates).ttft_s, self._margin * slo.ttft_s
         if first_s > first_most:
             over = first_s - first_most
             return Shed(
                 "ttft",
                 over,
-                f"{_late_text('first token', first_s, first_most)} s. {crowd(room, over)}.",
+                f"{_late_text('first token', first_s, first_most)} s. {crowd(queue, over)}.",
             )
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
         step_most = self._margin * slo.tpot_s
         if step_s > step_most:
-            expected_s = room.drain.seconds_for(1, ask.now)
+            expected_s = queue.drain.seconds_for(1, query.now)
             return Shed(
                 "tpot",
                 expected_s,
-                f"{_late_text('token', step_s, step_most)} s each. {crowd(room, expected_s)}.",
+                f"{_late_text('token', step_s, step_most)} s each. {crowd(queue, expected_s)}.",
             )
-        return super().judge(ask, candidates, room)
+        return super().judge(query, candidates, queue)
 
 
 def _late_text(unit: str, predicted_s: float, most_s: float) -> str:

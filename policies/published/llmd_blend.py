@@ -47,17 +47,17 @@ class LlmdBlend(Preset, frozen=True):
         )
 
 
-def cached_share(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def cached_share(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Return the cached share of the prompt at each candidate."""
-    prompt = max(1, ask.request.prompt_tokens)
-    return [tokens / prompt for tokens in held(ask, candidates)]
+    prompt = max(1, query.request.prompt_tokens)
+    return [tokens / prompt for tokens in held(query, candidates)]
 
 
 def short_queue(fresh_s: float) -> Scorer:
     """Score 1 for the shortest queue and 0 for the longest; 1 for all if they are equal."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        oldest = ask.now - fresh_s
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        oldest = query.now - fresh_s
         queues = [queued(candidate.load, oldest) for candidate in candidates]
         longest = max(queues)
         span = longest - min(queues)
@@ -69,8 +69,8 @@ def short_queue(fresh_s: float) -> Scorer:
 def free_memory(fresh_s: float) -> Scorer:
     """Score the share of KV memory that is not in use."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        oldest = ask.now - fresh_s
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        oldest = query.now - fresh_s
         return [1.0 - kv_used(candidate.load, oldest) for candidate in candidates]
 
     return score
@@ -90,17 +90,17 @@ class ColdTurns:
         self._turn = 0
         self._last: dict[int, int] = {}
 
-    def score(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        if len(candidates) == 1 or any(held(ask, candidates)):
+    def score(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        if len(candidates) == 1 or any(held(query, candidates)):
             return [0.5] * len(candidates)
         last, step = self._last, 1.0 / (len(candidates) - 1)
         turns = [last.get(candidate.load.slot, 0) for candidate in candidates]
         rank = {turn: rank for rank, turn in enumerate(sorted(turns))}
         return [1.0 - step * rank[turn] if turn else 1.0 for turn in turns]
 
-    def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-        chosen = pickers.best(ask, candidates, scores)
-        if not any(held(ask, candidates)):
+    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+        chosen = pickers.best(query, candidates, scores)
+        if not any(held(query, candidates)):
             self._turn += 1
             self._last[candidates[chosen].load.slot] = self._turn
         return chosen

@@ -57,11 +57,14 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
     """
     exploring = int(explore * 2**32)
 
-    def warm(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        required, cached = max(1.0, warm_share * ask.request.prompt_tokens), held(ask, candidates)
-        if not candidates or max(cached) < required or crc32(ask.request.id.encode()) < exploring:
+    def warm(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        required, cached = (
+            max(1.0, warm_share * query.request.prompt_tokens),
+            held(query, candidates),
+        )
+        if not candidates or max(cached) < required or crc32(query.request.id.encode()) < exploring:
             return candidates
-        expected = _ttfts(ask, candidates, cached)
+        expected = _ttfts(query, candidates, cached)
         warm_indices = [index for index, tokens in enumerate(cached) if tokens >= required]
         if min(expected[index] for index in warm_indices) - min(expected) > break_s:
             return candidates
@@ -78,10 +81,12 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     everything counts as late.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        slo, prompt = ask.request.slo, ask.request.prompt_tokens
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        slo, prompt = query.request.slo, query.request.prompt_tokens
         ttft_slo, tpot_slo = (0.0, 0.0) if slo == STANDARD else (slo.ttft_s, slo.tpot_s)
-        firsts = [seconds - ttft_slo for seconds in _ttfts(ask, candidates, held(ask, candidates))]
+        firsts = [
+            seconds - ttft_slo for seconds in _ttfts(query, candidates, held(query, candidates))
+        ]
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
             return [1.0 - penalty for penalty in _blend(firsts, steps, ttft_weight, tpot_weight)]
@@ -106,11 +111,11 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     return score
 
 
-def _ttfts(ask: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def _ttfts(query: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
     """Return predicted TTFTs plus the fixed cost at the present load, which the trees learn from
     running requests and KV use.
     """
-    predicted = ttfts(ask, candidates, cached)
+    predicted = ttfts(query, candidates, cached)
     return [
         seconds + candidate.load.fixed_s
         for seconds, candidate in zip(predicted, candidates, strict=True)

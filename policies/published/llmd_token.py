@@ -63,9 +63,9 @@ def warm_until_saturated(
     `patience_s` longer.
     """
 
-    def warm(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        required = max(1.0, warm_share * ask.request.prompt_tokens)
-        cached = held(ask, candidates)
+    def warm(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        required = max(1.0, warm_share * query.request.prompt_tokens)
+        cached = held(query, candidates)
         warm_candidates = [
             candidate
             for candidate, tokens in zip(candidates, cached, strict=True)
@@ -88,12 +88,12 @@ def warm_until_saturated(
     return warm
 
 
-def queued_and_new(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def queued_and_new(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u)."""
-    prompt = ask.request.prompt_tokens
+    prompt = query.request.prompt_tokens
     return [
         float(cached - prompt - candidate.load.prefill_tokens)
-        for candidate, cached in zip(candidates, held(ask, candidates), strict=True)
+        for candidate, cached in zip(candidates, held(query, candidates), strict=True)
     ]
 
 

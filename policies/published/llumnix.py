@@ -34,10 +34,10 @@ class Llumnix(Preset, frozen=True):
         )
 
 
-def prefill_ahead(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def prefill_ahead(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u), where Q is the present rest of the booked prefill tokens."""
-    now, prompt, scores = ask.now, ask.request.prompt_tokens, []
-    for candidate, cached in zip(candidates, held(ask, candidates), strict=True):
+    now, prompt, scores = query.now, query.request.prompt_tokens, []
+    for candidate, cached in zip(candidates, held(query, candidates), strict=True):
         load = candidate.load
         queue: float = load.prefill_tokens
         if queue and load.token_s > 0.0:

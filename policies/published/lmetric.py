@@ -29,12 +29,12 @@ class LMetric(Preset, frozen=True):
         )
 
 
-def product(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def product(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u) * (N + 1)."""
-    prompt = ask.request.prompt_tokens
+    prompt = query.request.prompt_tokens
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
         for load, cached in zip(
-            (candidate.load for candidate in candidates), held(ask, candidates), strict=True
+            (candidate.load for candidate in candidates), held(query, candidates), strict=True
         )
     ]

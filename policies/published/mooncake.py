@@ -33,6 +33,6 @@ class Mooncake(Preset, frozen=True):
         )
 
 
-def soonest(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def soonest(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
     """Score the negative expected TTFT in seconds."""
-    return [-seconds for seconds in ttfts(ask, candidates, held(ask, candidates))]
+    return [-seconds for seconds in ttfts(query, candidates, held(query, candidates))]

@@ -59,12 +59,12 @@ class ExploitExplore:
         self._rebalance_after = rebalance_after
         self._lightest = pickers.best_then(self._load)
 
-    def score(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         """Score cached tokens when exploiting, else negative GPU seconds."""
-        window, prompt = self._window, ask.request.prompt_tokens
-        window.expire(ask.now)
-        window.forget(ask.request.id)  # a repeated query must not compete with itself
-        cached_tokens = held(ask, candidates)
+        window, prompt = self._window, query.request.prompt_tokens
+        window.expire(query.now)
+        window.forget(query.request.id)  # a repeated request must not compete with itself
+        cached_tokens = held(query, candidates)
         loads = [window.seconds(candidate.load.slot) for candidate in candidates]
         longest = max(cached_tokens)
         if longest <= prompt - longest:
@@ -81,16 +81,16 @@ class ExploitExplore:
             return [-seconds for seconds in loads]
         return [float(tokens) for tokens in cached_tokens]
 
-    def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         """Choose the best score and the lightest of these, and record it as load."""
-        index = self._lightest(ask, candidates, scores)
-        load, request = candidates[index].load, ask.request
-        (cached,) = held(ask, (candidates[index],))
+        index = self._lightest(query, candidates, scores)
+        load, request = candidates[index].load, query.request
+        (cached,) = held(query, (candidates[index],))
         seconds = prefill_s(load, request.prompt_tokens - cached, cached)
         batch = 1.0 + sum(candidate.load.decoding for candidate in candidates) / len(candidates)
         seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / batch
         self._window.add(
-            Given(ask.now, request.id, load.slot, seconds, cached, request.prompt_tokens)
+            Given(query.now, request.id, load.slot, seconds, cached, request.prompt_tokens)
         )
         return index
 

@@ -110,23 +110,23 @@ class SheddingBySaturation(Cap):
         self._queue_depth, self._kv_usage, self._fresh_s = queue_depth, kv_usage, fresh_s
         self._ramp = ramp
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if not room.at_door or ask.request.priority >= 0:
-            return super().judge(ask, candidates, room)
-        if room.capacity <= 0:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if not queue.at_door or query.request.priority >= 0:
+            return super().judge(query, candidates, queue)
+        if queue.capacity <= 0:
             return no_capacity()
         saturation_ = saturation(
-            candidates, ask.now, self._queue_depth, self._kv_usage, self._fresh_s
+            candidates, query.now, self._queue_depth, self._kv_usage, self._fresh_s
         )
-        if self._sheds(ask, saturation_):
-            expected_s = room.drain.seconds_for(1, ask.now)
+        if self._sheds(query, saturation_):
+            expected_s = queue.drain.seconds_for(1, query.now)
             pool = f"The pool is saturated at {saturation_:.2f}"
-            text = f"{pool}, and requests of priority {ask.request.priority} are refused"
-            return Shed("saturated", expected_s, f"{text}. {crowd(room, expected_s)}.")
-        return super().judge(ask, candidates, room)
+            text = f"{pool}, and requests of priority {query.request.priority} are refused"
+            return Shed("saturated", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+        return super().judge(query, candidates, queue)
 
-    def _sheds(self, ask: Ask, saturation_: float) -> bool:
+    def _sheds(self, query: Ask, saturation_: float) -> bool:
         if self._ramp is None:
             return saturation_ >= 1.0
         power, k = self._ramp
-        return ask.rng.random() < k * float(min(saturation_, BEYOND) ** power)
+        return query.rng.random() < k * float(min(saturation_, BEYOND) ** power)

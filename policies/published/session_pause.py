@@ -96,20 +96,20 @@ class SessionPauser(Cap):
         self._kv: dict[int, float] = {}
         self._next_s = 0.0
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        session, now = ask.request.session, ask.now
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        session, now = query.request.session, query.now
         if (
-            not room.at_door
+            not queue.at_door
             or not session
-            or room.capacity <= 0
-            or self._may_enter(ask, candidates)
+            or queue.capacity <= 0
+            or self._may_enter(query, candidates)
         ):
-            return super().judge(ask, candidates, room)
+            return super().judge(query, candidates, queue)
         program = self._programs.get(session)
         if (
             program is None and len(self._programs) < self._rule.most_sessions
         ):  # new sessions do not displace stored ones
-            program = self._programs[session] = Program(ask.request.prompt_tokens, now)
+            program = self._programs[session] = Program(query.request.prompt_tokens, now)
         if program is not None:
             self._pause(program, now)
             program.asked_s = now
@@ -123,9 +123,9 @@ class SessionPauser(Cap):
             "session_paused", retry_s, f"{text}; this one is checked again in {retry_s:.1f} s."
         )
 
-    def _may_enter(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
+    def _may_enter(self, query: Ask, candidates: Sequence[Candidate]) -> bool:
         self._read_capacity(candidates)
-        program = self._programs.get(ask.request.session)
+        program = self._programs.get(query.request.session)
         if program is not None and program.paused_s is not None:
             return False
         if not self._kv or (
@@ -134,20 +134,20 @@ class SessionPauser(Cap):
             return True
         if program is None and self._paused:
             return False
-        needed = ask.request.prompt_tokens + self._rule.buffer_per_program
+        needed = query.request.prompt_tokens + self._rule.buffer_per_program
         return any(kv - self._used.get(slot, 0.0) >= needed for slot, kv in self._kv.items())
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        session = ask.request.session
+    def booked(self, query: Ask, pick: Pick) -> None:
+        session = query.request.session
         if not session:
             return
-        program = self._programs.pop(session, None) or Program(0, ask.now)
+        program = self._programs.pop(session, None) or Program(0, query.now)
         self._programs[session] = program
-        self._unpause(program, None, ask.now)
+        self._unpause(program, None, query.now)
         self._count(program, -1)
         program.tokens, program.asked_s, program.slot = (
-            ask.request.prompt_tokens,
-            ask.now,
+            query.request.prompt_tokens,
+            query.now,
             pick.candidate.load.slot,
         )
         program.steps += 1

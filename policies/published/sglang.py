@@ -53,13 +53,13 @@ def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> S
     negative tree size.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         requests = [candidate.load.in_flight for candidate in candidates]
         most, fewest = max(requests), min(requests)
         if most - fewest > most_apart and most > most_times * fewest:
             return [-float(cached) for cached in requests]
-        cached = held(ask, candidates)
-        if max(cached) > cache_threshold * ask.request.prompt_tokens:
+        cached = held(query, candidates)
+        if max(cached) > cache_threshold * query.request.prompt_tokens:
             return [float(tokens) for tokens in cached]
         return [-candidate.load.held_tokens for candidate in candidates]
 

@@ -13,9 +13,9 @@ from policies.load import EndpointLoad
 from policies.model import Ask, Candidate
 
 
-def held(ask: Ask, candidates: Sequence[Candidate]) -> list[int]:
+def held(query: Ask, candidates: Sequence[Candidate]) -> list[int]:
     """Return the tokens of this prompt that each candidate is believed to have cached."""
-    cached, slots = ask.cached, len(ask.cached)
+    cached, slots = query.cached, len(query.cached)
     if not any(cached):
         return [0] * len(candidates)
     return [
@@ -62,11 +62,11 @@ def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))
 
 
-def ttfts(ask: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def ttfts(query: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
     """Return the predicted seconds to the first token at each candidate: its queue plus `prefill_s`
     of this prompt.
     """
-    now, prompt, predicted = ask.now, ask.request.prompt_tokens, []
+    now, prompt, predicted = query.now, query.request.prompt_tokens, []
     for candidate, cached_tokens in zip(candidates, cached, strict=True):
         load = candidate.load
         seconds, wait = prefill_s(load, prompt - cached_tokens, cached_tokens), load.ready_at - now
