@@ -61,9 +61,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class WaitingRoom(msgspec.Struct, frozen=True):
-    """Size of a pool's wait queue, how long a request may wait, and after how long it may no longer
-    be overtaken.
-    """
+    """Size of a pool's wait queue, maximum wait, and wait after which none may overtake."""
 
     size: int = 256
     timeout_s: float = 30.0
@@ -299,9 +297,7 @@ class Cap:
 
 
 class Open(Cap):
-    """Admit every request while an endpoint is available: for comparison, and for engines that shed
-    load themselves.
-    """
+    """Admit every request while an endpoint is available, for engines that shed load."""
 
     __slots__ = ()
 

@@ -16,9 +16,7 @@ Filter = Callable[[Ask, Sequence[Candidate]], Sequence[Candidate]]
 
 
 class RetryFilter:
-    """A filter that only applies to retries: on a first attempt it keeps all candidates and is not
-    called.
-    """
+    """A filter for retries only: on a first attempt it keeps all candidates."""
 
     __slots__ = ("__name__", "_keep")
 

@@ -24,8 +24,7 @@ def untried(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints below their concurrency cap, if possible below their soft cap during slow
-    start.
+    """Keep endpoints below their cap, if possible below their soft cap (slow start).
 
     If all are at their cap, a retry or a request whose place another gateway has just taken may
     exceed the cap: it has been admitted already.

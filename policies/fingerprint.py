@@ -116,8 +116,7 @@ def _secret_numbers(secret: bytes, count: int) -> fold.Numbers:
 
 
 def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
-    """Return the fingerprint of a prompt known only by the chained ids of its whole blocks, as in
-    recorded traffic.
+    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
 
     Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
     entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
@@ -132,8 +131,7 @@ def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) 
 
 
 def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
-    """Return chained ids of the prompt's blocks of `bytes_each`, for a log: the upper 48 bits of
-    the keys.
+    """Return the upper 48 bits of the keys of blocks of `bytes_each`, for a log.
 
     Blocks are at least as large as the fingerprint's own. The ids show which prompts of one process
     share a prefix, and nothing else, because the keys depend on its secret.

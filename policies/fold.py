@@ -25,16 +25,12 @@ _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy 
 
 
 class Arithmetic(Protocol):
-    """Computes chained keys from secret numbers: one per word of a block, one per block position,
-    one to fold, one to mix.
-    """
+    """Computes chained keys; its secrets are per word, per block, for folding and mixing."""
 
     def __init__(self, word_keys: Numbers, places: Numbers, fold: int, mix: int) -> None: ...
 
     def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
-        """Return the keys ("Q") of the first `blocks` blocks of the data, which must be at least
-        that long.
-        """
+        """Return the keys ("Q") of the first `blocks` blocks of the data."""
         ...
 
 

@@ -1,5 +1,4 @@
-"""What other gateways have booked at an endpoint: one absolute share per gateway, replaced as a
-whole.
+"""What other gateways have booked at an endpoint: one absolute share per gateway.
 
 The ledger adds them to the booked numbers of EndpointLoad, so that caps, scorers and the count of
 external requests cover the whole fleet. Their sum is stored as well, so that the own part can be

@@ -20,8 +20,7 @@ class Prefixes:
         self.tokens, self.distinct = 0, 0.0
 
     def alone(self) -> float:
-        """Return the share of a prefix that is allocated or freed with one sequence, because no
-        other uses it.
+        """Return the share of a prefix that only one sequence uses.
 
         If sequences use some prefixes at random, it is nearly the square of `distinct / tokens`.
         """

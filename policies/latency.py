@@ -30,9 +30,7 @@ def room_s(load: EngineLoad, prompt_tokens: float) -> float:
 
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
-    """Return the seconds to compute `uncached` tokens behind `cached` ones at the present batch,
-    without waiting.
-    """
+    """Return the seconds to compute `uncached` tokens behind `cached` ones."""
     return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
 
 

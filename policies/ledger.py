@@ -16,8 +16,7 @@ from policies.timeline import STALE_S, Timeline
 
 
 class Entry(Prompt):
-    """A place taken at an endpoint: `book` for a whole request, `reserve` for one whose prompt is
-    computed elsewhere.
+    """A place taken at an endpoint, by `book` or (if prefilled elsewhere) `reserve`.
 
     Every method may be called at any time, in any order and repeatedly; after the end none has an
     effect.

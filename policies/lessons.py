@@ -81,8 +81,7 @@ class Span:
 
 
 def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
-    """Correct the learned speed by how long the steps of the span really took, unless one waited
-    for KV.
+    """Correct the learned speed by the real time of the span, unless a prompt waited for KV.
 
     `ends` is the predicted end of the last step. The step that completed a prompt is known to a
     fraction of its length. Prompts of other gateways were computed in between, all of them or none,
@@ -107,9 +106,7 @@ def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
 
 
 def _steps(span: Span, load: EngineLoad, spent_s: float) -> None:
-    """Attribute the measured time: short steps correct the fixed cost, long ones the cost per
-    token.
-    """
+    """Correct the fixed cost by short steps, and the cost per token by long ones."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
     prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)

@@ -14,8 +14,7 @@ NO_CEILING = 1 << 30
 
 
 class EndpointLoad(EngineLoad):
-    """Everything that changes about an endpoint: read by policies, written by the ledger and the
-    health checks.
+    """Everything that changes about an endpoint, as read by policies.
 
     slot                small stable integer: the endpoint's index in RoutingQuery.cached_by_slot
                         and in the prefix index

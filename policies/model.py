@@ -1,5 +1,4 @@
-"""Value types of routing: endpoints, requests, candidates, and the question and answer of one
-routing decision.
+"""Value types of routing: endpoints, requests, candidates, queries and picks.
 
 All are frozen. Live numbers of an endpoint are in load.py; parsing from HTTP is in the gateway.
 """
@@ -17,9 +16,7 @@ from policies.load import EndpointLoad
 
 
 class Role(StrEnum):
-    """What a TP group may serve: prefill or decode of split requests, or (BOTH) whole requests as
-    well.
-    """
+    """What a TP group may serve; only BOTH may serve whole requests."""
 
     PREFILL = "prefill"
     DECODE = "decode"

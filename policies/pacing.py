@@ -1,5 +1,4 @@
-"""Pacing of prefill: how fast prompts may be sent to an engine so that its running answers meet
-their TPOT budget.
+"""Pacing of prefill, so that the running answers of an engine meet their TPOT budget.
 
 While a chunk of a prompt is computed, every answer of that engine waits. If a decode step takes d
 and the budget is b per token, prefill may take 1 - d/b of the time. What exceeds that is held back.

@@ -222,8 +222,7 @@ class PrefixIndex:
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def regret(self, slot: int) -> float:
-        """Return the share, 0 to 1, of a slot's evicted tokens that were requested again while no
-        slot held them.
+        """Return the share of a slot's evicted tokens that were requested again while uncached.
 
         This is a ghost list without extra memory: an entry whose holders are all dead stays in the
         table until its key is met again or the cap drops it. Decays over as many evictions as the

@@ -1,5 +1,4 @@
-"""Three built-in policies, each a struct of parameters that builds a Policy: examples for writing
-another.
+"""Three built-in policies, each a parameter struct that builds a Policy.
 
 registry.py finds them by name for the configuration.
 """

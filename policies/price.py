@@ -1,5 +1,4 @@
-"""The price of serving a request at an endpoint: the expected loss in SLO attainment, of this and
-all other requests.
+"""The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
 single phases, which splitting adds up (split.py). Time estimates are in latency.py and

@@ -1,5 +1,4 @@
-"""Quotas: how many requests and tokens a tenant may use per minute, independent of the fleet's
-capacity.
+"""Quotas: how many requests and tokens a tenant may use per minute.
 
 Two token buckets (Turner 1986, as in most API rate limits): full at first, at most one minute's
 worth, refilled evenly. Each gateway has its own buckets and subtracts what other gateways report.

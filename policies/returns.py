@@ -1,5 +1,4 @@
-"""Scheduled returns of refused clients: when each should retry, and a guarantee that it is admitted
-then.
+"""Scheduled returns of refused clients: when each should retry and is sure to enter.
 
 An equal Retry-After for all would bring all clients back at once, and one without a guarantee would
 make the retry a lottery. Returns are therefore scheduled one after another along the measured

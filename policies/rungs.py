@@ -1,5 +1,4 @@
-"""The keys of a chain that a prefix index has entries for: looked up, recorded and sent to other
-gateways.
+"""The keys of a chain that a prefix index stores, and that gateways exchange.
 
 Keys are cumulative, so any subset of a chain is a chain. Each of the first 256 blocks has an entry,
 every second up to 512, every fourth up to 1024, and so on. A matched length is therefore too short

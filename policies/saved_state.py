@@ -1,5 +1,4 @@
-"""Learned state of policies as plain values: for a process that continues where another one
-stopped.
+"""Learned state of policies as plain values, for a process that replaces another.
 
 Contains the values and their conversion from and to live objects. Which objects there are is in the
 gateway. Slots differ between processes, so per-slot state is restored through a map.

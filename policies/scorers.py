@@ -72,8 +72,7 @@ def fewest_requests(fresh_s: float) -> Scorer:
 def uncached_work(
     harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float
 ) -> Scorer:
-    """Prefer the least prefill work before the first token, plus the harm a redundant prefill does
-    to other requests.
+    """Prefer the least prefill work before the first token, plus harm to other requests.
 
     cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, plus external
     requests

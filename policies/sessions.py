@@ -1,5 +1,4 @@
-"""The working-set gate: a new session enters only while the contexts of all sessions fit the
-fleet's KV memory.
+"""The working-set gate: a new session enters only while all contexts fit the fleet's KV.
 
 Beyond that, every request evicts what another will need, and goodput collapses (CONCUR, ICML 2026;
 Dynamo's session-aware queue). Contains which sessions count (across gateways), for how long an idle

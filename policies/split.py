@@ -124,9 +124,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def splitter(rule: SplitRule, policy: Policy) -> Splitter:
-    """Return the splitter for a policy: priced if it prices phases, else prefill by policy and
-    decode by load.
-    """
+    """Return the splitter for a policy: priced if it prices phases, else by threshold."""
     crowded = msgspec.structs.replace(
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )

@@ -1,5 +1,4 @@
-"""Which tenants request more than their share of an overloaded pool: requested work per tenant, and
-the fair level.
+"""Which tenants request more than their fair share of an overloaded pool.
 
 Max-min fairness by weights: below the level a tenant pays no price, whatever others do. The order
 of waiting requests is in fairness.py.

@@ -1,5 +1,4 @@
-"""The wait queue of one pool: permits, and the requests that wait for one, in the order in which
-they enter.
+"""The wait queue of one pool: permits, and the requests that wait for one.
 
 Pure and sans-IO: tickets are any hashable of the caller (futures in the gateway, numbers in a
 replay), time is an argument, and due verdicts are returned as a list. Whether a request may enter

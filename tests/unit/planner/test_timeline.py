@@ -40,7 +40,8 @@ def test_all_kinds_of_generated_content_count_as_tokens(event: str) -> None:
 
 
 def test_usage_reports_total_and_cached_tokens() -> None:
-    usage = '{"choices":[],"usage":{"prompt_tokens":8,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}'
+    counts = '"prompt_tokens":8,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}'
+    usage = f'{{"choices":[],"usage":{{{counts}}}}}'
     timeline = fed('{"choices":[{"delta":{"content":"two tokens at once"}}]}', usage)
     assert timeline.tokens == 5
     assert timeline.usage is not None
