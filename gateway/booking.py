@@ -18,7 +18,8 @@ from policies import ledger
 from policies.fingerprint import Fingerprint
 from policies.health import Event, State
 from policies.ledger import Entry
-from policies.model import EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Pick, Request
 from policies.stall import is_doubted
 
 

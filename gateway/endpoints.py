@@ -27,7 +27,8 @@ from policies import health, ledger, saved_state, stall, warmup
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.health import State as HealthState
-from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request, Role
+from policies.load import NO_CEILING, EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request, Role
 from policies.outlier import SlowLimits
 from policies.rungs import Keys
 from policies.speed_record import Verdict

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import outlier
-from policies.model import NO_CEILING, EndpointLoad
+from policies.load import NO_CEILING, EndpointLoad
 from policies.outlier import Member, Peers, Yardsticks
 from policies.speed_record import Measure, SpeedRecord, Verdict
 
@@ -57,7 +57,9 @@ class Expectations:
         ratios = [(self._step_ratio(member, now), index) for index, member in enumerate(members)]
         return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
-    def left_s(self, member: Member, measure: Measure, work: int, waited_s: float, now: float) -> float | None:
+    def left_s(
+        self, member: Member, measure: Measure, work: int, waited_s: float, now: float
+    ) -> float | None:
         """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
@@ -73,7 +75,9 @@ class Expectations:
             return None
         own_s = record.tracks[_PLACES[measure]].reference.mean_s(work)
         usual_s = own_s or yardstick.usual_s(work, member.shape)
-        return usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
+        return (
+            usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
+        )
 
     def _step_ratio(self, member: Member, now: float) -> float:
         """Age of the prefill step under way over what peers need for it; 0 if it is no stall."""
@@ -118,7 +122,9 @@ def is_proven(record: SpeedRecord) -> bool:
     return record.has_kept_pace and record.verdict is Verdict.NORMAL
 
 
-def left_s(record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float) -> float | None:
+def left_s(
+    record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
+) -> float | None:
     """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
 
     expected_s   what its endpoint would usually need for it and for the prompts before it
@@ -141,7 +147,9 @@ def _usual_s(member: Member, yardstick: Peers, measure: Measure, work: int) -> f
     """What the endpoint usually needs for the work, by its peers' times; by its own where it has no peers."""
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)
-    return peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
+    return (
+        peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
+    )
 
 
 _PLACES = {measure: place for place, measure in enumerate(Measure)}

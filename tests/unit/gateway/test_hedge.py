@@ -15,7 +15,7 @@ import pytest
 
 from gateway.hedge import CREDIT
 from policies.health import Event, State
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.speed_record import Verdict
 from policies.stall import DOUBT_S, SUSPECT_CEILING
 from tests.fair_time import PATIENCE_S
