@@ -25,6 +25,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.service_class import Levels
+from gateway.protocol.upstream_error import UpstreamBroke
 from gateway.telemetry.accounting import Accounts
 from gateway.trials.canary import Chosen, Sides
 from gateway.trials.shadow import Shadows
@@ -176,3 +177,14 @@ class Gateway:
         self.accounts = accounts
         self.handoffs = handoffs
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
+
+    def count_unsent(self, exchange: Exchange, problem: UpstreamBroke) -> bool:
+        """Count a failed attempt if its request was never sent; return whether it was counted.
+
+        Nothing is counted when the gateway stops.
+        """
+        if problem.sent or self.gate.stopping:
+            return False
+        exchange.unsent += 1
+        self.accounts.retried(problem.kind)
+        return True

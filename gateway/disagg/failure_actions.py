@@ -13,7 +13,6 @@ from gateway.disagg.leg import Leg
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.protocol.relay import UpstreamBroke
-from gateway.proxy.attempts import is_unsent
 from kvtransfer.dialects import Handover, read_answer
 from policies import run
 from policies.pricing.split import Group, Pair
@@ -87,7 +86,7 @@ def book_other_decode(attempt: AttemptState) -> bool:
     others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
     ask = endpoints.ask(request, context.fingerprint, exchange.retries)
     pick = run.pick(context.split.splitter.decode, ask, others)
-    if pick is None or not is_unsent(context.gateway, exchange, problem):
+    if pick is None or not context.gateway.count_unsent(exchange, problem):
         return False
     attempt.decode_place.__exit__()
     attempt.decode_place = endpoints.reserve(pick, request, context.fingerprint)

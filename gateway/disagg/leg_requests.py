@@ -7,13 +7,18 @@ Everything that depends on the dialect is here. Not here: when a request is sent
 from __future__ import annotations
 
 from time import monotonic
+from typing import Protocol
 
 from msgspec.structs import replace
 
+from gateway.admission.controller import Room
+from gateway.config import Resume
+from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
 from gateway.legs.forward import answer_headers, forwarded
 from gateway.protocol.json_splice import edited, shows_usage
@@ -25,7 +30,7 @@ from gateway.protocol.rewrite import Corrector, Renamer
 from gateway.protocol.stream_scan import Usage
 from gateway.protocol.token_ledger import Ledger, Recorded, Recorder
 from gateway.protocol.trace_context import passed_on
-from gateway.route import Gateway, Route
+from gateway.protocol.upstream_error import UpstreamBroke
 from kvtransfer.dialects import (
     Answer,
     Edits,
@@ -59,6 +64,27 @@ _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
+class SplitGateway(Protocol):
+    """The gateway as a split request uses it."""
+
+    endpoints: EndpointTable
+    handoffs: Handoffs
+
+    def count_unsent(self, exchange: Exchange, problem: UpstreamBroke, /) -> bool:
+        """Count a failed attempt if its request was never sent; return whether it was counted."""
+
+
+class SplitModel(Protocol):
+    """The route of a split model as a split request uses it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def room(self) -> Room: ...
+    @property
+    def resume(self) -> Resume | None: ...
+
+
 class SplitContext:
     """One request of a model that is split, with everything that its attempts need."""
 
@@ -66,8 +92,8 @@ class SplitContext:
 
     def __init__(
         self,
-        gateway: Gateway,
-        route: Route,
+        gateway: SplitGateway,
+        route: SplitModel,
         split: SplitRoute,
         exchange: Exchange,
         client: Client,

@@ -24,12 +24,34 @@ from gateway.util.version import is_compiled, own_version
 from policies.health.health import State
 
 if TYPE_CHECKING:
-    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from policies.health.health import Health
+    from policies.load import EndpointLoad
+    from policies.model import Endpoint
 
 STATE = Label("state", len(State) + 1)
 LIMIT = Label("limit", 4)
 LISTENER = Label("listener", 2)
 BUILD = (Label("version", 2), Label("compiled", 2))
+
+
+class ObservedUpstream(Protocol):
+    """The connections to one engine."""
+
+    def silence_s(self, now: float, /) -> float:
+        """Return for how many seconds the engine has sent nothing while requests wait for it."""
+
+
+class ObservedEndpoint(Protocol):
+    """A live endpoint as its gauges read it."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+    @property
+    def load(self) -> EndpointLoad: ...
+    @property
+    def health(self) -> Health: ...
+    @property
+    def upstream(self) -> ObservedUpstream: ...
 
 
 class PooledModel(Protocol):
@@ -41,7 +63,7 @@ class PooledModel(Protocol):
     def pool(self) -> str: ...
 
 
-def pools(models: Iterable[PooledModel], endpoints: Iterable[LiveEndpoint]) -> Pools:
+def pools(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) -> Pools:
     """Return the pool of every endpoint and model, for the pool label of a scrape."""
     by_label = {("model", model.name): model.pool for model in models}
     for live in endpoints:
@@ -50,7 +72,7 @@ def pools(models: Iterable[PooledModel], endpoints: Iterable[LiveEndpoint]) -> P
     return by_label
 
 
-def _state_function(live: LiveEndpoint, state: State) -> Callable[[], float]:
+def _state_function(live: ObservedEndpoint, state: State) -> Callable[[], float]:
     return lambda: float(live.health.state is state)
 
 
@@ -58,10 +80,10 @@ class Inside:
     """Families whose children are functions of live objects, attached by the objects' owners."""
 
     def __init__(self, meters: Meters) -> None:
-        self._endpoint(meters.section(Row.ENDPOINTS, "observe/inside.py"))
-        self._process(meters.section(Row.PROCESS, "observe/inside.py"))
+        self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
+        self._process(meters.section(Row.PROCESS, "metrics/runtime_gauges.py"))
         self.split_live: Gauge = (
-            meters.section(Row.SPLIT, "split/handoffs.py")
+            meters.section(Row.SPLIT, "disagg/handoffs.py")
             .gauge(
                 "penstock_split_live",
                 "Running split requests, which hold KV memory at one endpoint or both.",
@@ -69,7 +91,7 @@ class Inside:
             .labels()
         )
         self.trace_spans_total: Family[Counter] = meters.section(
-            Row.PROCESS, "observe/export.py"
+            Row.PROCESS, "telemetry/otlp.py"
         ).counter(
             "penstock_trace_spans_total",
             "Spans of traced requests by result: exported, dropped (the queue was full), failed "
@@ -77,7 +99,7 @@ class Inside:
             RESULT,
         )
 
-    def follow(self, live: LiveEndpoint) -> None:
+    def follow(self, live: ObservedEndpoint) -> None:
         """Attach the gauges of an endpoint."""
         name, load, others = live.endpoint.name, live.load, live.load.others
         for state in State:

@@ -15,7 +15,7 @@ class Trials:
     """The metric families of policies on trial."""
 
     def __init__(self, meters: Meters, ttft_buckets_s: tuple[float, ...]) -> None:
-        shadow = meters.section(Row.CONFIGURATION, "shadow.py")
+        shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")
         self.picks: Family[Counter] = shadow.counter(
             "penstock_shadow_picks_total",
             "Picks compared with a shadow policy's, by result: agreed, differed, nobody (it found "
@@ -39,7 +39,7 @@ class Trials:
             "CPU time spent on a shadow policy.",
             *(POOL, POLICY),
         )
-        canary = meters.section(Row.CONFIGURATION, "canary.py")
+        canary = meters.section(Row.CONFIGURATION, "trials/canary.py")
         self.requests: Family[Counter] = canary.counter(
             "penstock_canary_requests_total",
             "Requests of a pool with a canary by side (primary, canary) and SLO outcome, as in "

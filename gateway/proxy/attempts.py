@@ -171,7 +171,7 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBr
     """
     if problem.kind == STOPPED:
         raise stopped()
-    if is_unsent(gateway, exchange, problem):
+    if gateway.count_unsent(exchange, problem):
         return
     if exchange.attempts >= gateway.snapshot.config.retries.attempts:
         raise _given_up(exchange, problem)
@@ -183,18 +183,6 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBr
     if not exchange.retrying:
         raise _given_up(exchange, problem)
     gateway.accounts.retried(problem.kind)
-
-
-def is_unsent(gateway: Gateway, exchange: Exchange, problem: UpstreamBroke) -> bool:
-    """Count a failed attempt if its request was never sent; return whether it was counted.
-
-    Nothing is counted when the gateway stops.
-    """
-    if problem.sent or gateway.gate.stopping:
-        return False
-    exchange.unsent += 1
-    gateway.accounts.retried(problem.kind)
-    return True
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:

@@ -40,7 +40,7 @@ class SplitPlan:
                 failed
     """
 
-    __slots__ = ("_ask", "_context", "_decision", "_recompute", "_whole", "exchange", "gateway")
+    __slots__ = ("_ask", "_context", "_decision", "_recompute", "_route", "_whole", "exchange", "gateway")
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SplitPlan:
         fingerprint = exchange.fingerprint
         if fingerprint is None:
             fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
-        self.gateway, self.exchange = gateway, exchange
+        self.gateway, self.exchange, self._route = gateway, exchange, route
         self._context = SplitContext(gateway, route, split, exchange, client, call, fingerprint)
         self._whole = WholePlan(gateway, exchange, client, route, call)
         self._recompute = False
@@ -69,7 +69,7 @@ class SplitPlan:
     def _decide(self, ask: Ask) -> Decision:
         context = self._context
         pools, splitting = context.split.pools, context.gateway.handoffs.splitting
-        mode = splitting.get(context.route.name, False)
+        mode = splitting.get(self._route.name, False)
         if self._recompute and any(candidate.load.available for candidate in pools.alone):
             return Decision(None, Reason.RECOMPUTE, mode)
         return context.split.splitter.decide(pools, ask, shape(context.call.members), mode)
@@ -80,7 +80,7 @@ class SplitPlan:
         A pair takes two places for one permit, so a request with a permit may find all endpoints at
         their caps.
         """
-        split, route = self._context.split, self._context.route
+        split, route = self._context.split, self._route
         alone = split.pools.alone
         return run.pick(route.policy, ask, alone) or run.pick(split.splitter.crowded, ask, alone)
 
@@ -107,7 +107,7 @@ class SplitPlan:
         """Count the decision, keep its mode, and return the exchange's record of it."""
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
-        handoffs.splitting[context.route.name] = decision.splitting
+        handoffs.splitting[self._route.name] = decision.splitting
         handoffs.decided(decision)
         record = context.exchange.split = SplitRecord(decision.reason)
         return record
@@ -126,7 +126,7 @@ class SplitPlan:
         if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
             raise GatewayError(
                 Failure.BAD_REQUEST,
-                f"Every request of model '{context.route.name}' is split, and this one cannot be "
+                f"Every request of model '{self._route.name}' is split, and this one cannot be "
                 f"({self._decision.reason}).",
             )
-        raise no_endpoint_error(context.exchange, context.route, self._ask, problem)
+        raise no_endpoint_error(context.exchange, self._route, self._ask, problem)
