@@ -6,7 +6,7 @@ Not here: who may ask (gateway/admin/auth.py), the pages of the configuration (g
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -50,7 +50,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for reading in target.metrics.readings(exemplars=exemplars):
+        for reading in target.metrics.readings(_unix_offset() if exemplars else None):
             page.append(text(reading, exemplars=exemplars))
             await asyncio.sleep(0)  # tens of milliseconds at 64 endpoints: streams go on in between
         page.append(end(exemplars=exemplars))
@@ -59,7 +59,9 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def readings(request: web.Request) -> web.Response:
         """What a supervisor merges, one from each worker."""
         found = []
-        for reading in target.metrics.readings(exemplars="exemplars" in request.query):
+        for reading in target.metrics.readings(
+            _unix_offset() if "exemplars" in request.query else None
+        ):
             found.append(reading)
             await asyncio.sleep(0)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
@@ -68,6 +70,11 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
     routes.add_get("/metrics/readings", readings)
+
+
+def _unix_offset() -> float:
+    """Return Unix time minus the monotonic clock, seconds."""
+    return time() - monotonic()
 
 
 def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:

@@ -114,7 +114,7 @@ class EndpointTable:
         metrics.endpoint_slowness.labels(name).follow(
             lambda: 0.0 if live.speed.slowness is None else live.speed.slowness.ratio
         )
-        metrics.inside.follow(live)
+        metrics.inside.follow(live, monotonic)
 
     def believe(self, pool: str, is_enabled: bool) -> None:
         """Turn latency predictions for a pool on or off: not every policy reads them."""

@@ -8,6 +8,7 @@ and per chunk (docs/performance.md).
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from contextlib import suppress
 from time import monotonic
@@ -19,7 +20,6 @@ import msgspec
 from gateway.http.eager_task import Landing, landing, within
 from gateway.http.write_queue import Outbox
 from gateway.protocol.relay import DONE, Relay, UpstreamBroke
-from gateway.protocol.upstream_error import is_own_error as is_own_error
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
 
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
@@ -32,6 +32,25 @@ LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response
 FRESH_S = 5.0
 
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
+
+# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
+OWN_ERRORS = frozenset(
+    {
+        errno.EACCES,
+        errno.EADDRNOTAVAIL,
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.EPERM,
+    }
+)
+
+
+def is_own_error(error: OSError) -> bool:
+    """Whether a connect failed because of this process or name resolution, not the engine."""
+    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
 
 
 class Downstream(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from time import monotonic, time
 
 from gateway.metrics.exposition import page
 from gateway.metrics.labels import ENDPOINT, KIND, POOL, RESULT, Row
@@ -107,9 +106,12 @@ class Metrics:
         """Render a scrape in the Prometheus text format."""
         return page(self.readings(), exemplars=False)
 
-    def readings(self, *, exemplars: bool = False) -> Iterator[Reading]:
-        """Yield the families one by one, so that the server can interleave its streams."""
-        unix_offset = time() - monotonic() if exemplars else None
+    def readings(self, unix_offset: float | None = None) -> Iterator[Reading]:
+        """Yield the families one by one, so that the server can interleave its streams.
+
+        unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars;
+                     None leaves exemplars out
+        """
         families = self._meters.readings(self.pools(), unix_offset)
         return chain(families, self._process_metrics.readings())
 

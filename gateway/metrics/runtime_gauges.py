@@ -6,7 +6,6 @@ Not here: metrics that events update (gateway/metrics/catalogue.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.metrics.labels import ENDPOINT, RESULT, Row
@@ -99,12 +98,12 @@ class Inside:
             RESULT,
         )
 
-    def follow(self, live: ObservedEndpoint) -> None:
+    def follow(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
         """Attach the gauges of an endpoint."""
         name, load, others = live.endpoint.name, live.load, live.load.others
         for state in State:
             self.endpoint_state.labels(name, state).follow(_state_function(live, state))
-        self.endpoint_progress_age.labels(name).follow(lambda: live.upstream.silence_s(monotonic()))
+        self.endpoint_progress_age.labels(name).follow(lambda: live.upstream.silence_s(clock()))
         self.endpoint_running.labels(name).follow(lambda: load.running)
         self.endpoint_waiting.labels(name).follow(lambda: load.waiting)
         self.endpoint_kv_usage.labels(name).follow(lambda: load.kv_usage)
@@ -115,7 +114,7 @@ class Inside:
             lambda: float(load.decode_tokens - others.decode_tokens)
         )
         self.endpoint_scrape_age.labels(name).follow(
-            lambda: None if load.scraped_at is None else monotonic() - load.scraped_at
+            lambda: None if load.scraped_at is None else clock() - load.scraped_at
         )
 
     def _endpoint(self, meters: Section) -> None:

@@ -7,9 +7,10 @@ OpenAI's shape by openai_error_body().
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from enum import Enum
-from http import HTTPStatus
 from math import ceil, isfinite
+from types import MappingProxyType
 
 import msgspec
 
@@ -120,6 +121,52 @@ def headers_of(error: GatewayError) -> list[tuple[str, str]]:
     return [*headers, *error.headers]
 
 
+PHRASES: Mapping[int, str] = MappingProxyType(
+    {
+        200: "OK",
+        400: "Bad Request",
+        401: "Unauthorized",
+        402: "Payment Required",
+        403: "Forbidden",
+        404: "Not Found",
+        405: "Method Not Allowed",
+        406: "Not Acceptable",
+        407: "Proxy Authentication Required",
+        408: "Request Timeout",
+        409: "Conflict",
+        410: "Gone",
+        411: "Length Required",
+        412: "Precondition Failed",
+        413: "Request Entity Too Large",
+        414: "Request-URI Too Long",
+        415: "Unsupported Media Type",
+        416: "Requested Range Not Satisfiable",
+        417: "Expectation Failed",
+        418: "I'm a Teapot",
+        421: "Misdirected Request",
+        422: "Unprocessable Entity",
+        423: "Locked",
+        424: "Failed Dependency",
+        425: "Too Early",
+        426: "Upgrade Required",
+        428: "Precondition Required",
+        429: "Too Many Requests",
+        431: "Request Header Fields Too Large",
+        451: "Unavailable For Legal Reasons",
+        500: "Internal Server Error",
+        501: "Not Implemented",
+        502: "Bad Gateway",
+        503: "Service Unavailable",
+        504: "Gateway Timeout",
+        505: "HTTP Version Not Supported",
+        507: "Insufficient Storage",
+        508: "Loop Detected",
+        511: "Network Authentication Required",
+    }
+)
+"""Reason phrases by status (RFC 9110)."""
+
+
 def new_id() -> str:
     """Create a request id, for errors outside the request path."""
     return f"req_{secrets.token_hex(16)}"
@@ -127,10 +174,7 @@ def new_id() -> str:
 
 def phrase_of(status: int) -> str:
     """Return the reason phrase of a status; "Error" for unregistered ones, which engines send."""
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Error"
+    return PHRASES.get(status, "Error")
 
 
 def reshaped(status: int, body: bytes) -> bytes:

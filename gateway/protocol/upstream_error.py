@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import socket
-
 from policies.health.health import Event
 
 STOPPED = "shutdown"
 """The failure kind of requests that end because the gateway shuts down."""
-
-# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-OWN_ERRORS = frozenset(
-    {
-        errno.EACCES,
-        errno.EADDRNOTAVAIL,
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EPERM,
-    }
-)
 
 # Failure kinds that count as something other than a failure of the engine.
 _HEALTH_EVENTS = {
@@ -58,8 +41,3 @@ def evidence(error: UpstreamBroke) -> Event:
     if error.fresh:
         return Event.CONNECT_FAILED
     return _HEALTH_EVENTS.get(error.kind, Event.FAILED)
-
-
-def is_own_error(error: OSError) -> bool:
-    """Whether a connect failed because of this process or name resolution, not the engine."""
-    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS

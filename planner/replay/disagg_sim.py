@@ -6,7 +6,6 @@ The decision is the gateway's own Splitter; blocks are kept and fetched as in a 
 from __future__ import annotations
 
 from math import inf
-from time import perf_counter
 
 import msgspec
 
@@ -68,9 +67,9 @@ class Halves:
         """
         front, groups = self._fleet.front, self._fleet.groups
         pools = self.fitting(flight.one)
-        began = perf_counter()
+        began = front.clock()
         decision = self._splitter.decide(pools, query, _WHOLE, self._splitting)
-        front.pick_s += perf_counter() - began
+        front.pick_s += front.clock() - began
         front.picks += 1
         self._splitting = decision.splitting
         if decision.pair is None:

@@ -91,7 +91,7 @@ class Fleet:
             )
             for slot, kind in enumerate(spec.groups)
         ]
-        self.front = Front(policy, self.groups, options, spec.block_tokens)
+        self.front = Front(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.halves = Halves(self, spec.split, policy) if split else None
         self.door = Door(self, room)

@@ -6,9 +6,8 @@ Uses the gateway's own policy, ledger and prefix index. The timing of events is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from time import perf_counter
 from zlib import crc32
 
 from mockgpu.blocks import blocks_for
@@ -28,11 +27,21 @@ INDEX_BYTES = 256 << 20
 
 
 class Front:
-    """Owner of the index and of the random numbers. `pick_s`: wall time spent on decisions."""
+    """Owner of the index and of the random numbers.
+
+    clock   returns wall time in seconds
+    pick_s  wall time spent on decisions
+    """
 
     def __init__(
-        self, policy: Policy, groups: Sequence[Group], options: Options, block_tokens: int
+        self,
+        policy: Policy,
+        groups: Sequence[Group],
+        options: Options,
+        block_tokens: int,
+        clock: Callable[[], float],
     ) -> None:
+        self.clock = clock
         self.policy = policy
         self.groups = groups
         self.rng = Random(f"replay {options.seed}")
@@ -113,9 +122,9 @@ class Front:
 
     def pick(self, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
         """Return the policy's choice, measuring its time."""
-        began = perf_counter()
+        began = self.clock()
         pick = run.pick(self.policy, query, candidates)
-        self.pick_s += perf_counter() - began
+        self.pick_s += self.clock() - began
         self.picks += 1
         return pick
 

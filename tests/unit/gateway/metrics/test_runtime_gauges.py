@@ -25,7 +25,8 @@ def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
             load=load,
             health=SimpleNamespace(state=State.UP),
             upstream=SimpleNamespace(silence_s=lambda now: 0.0),
-        )
+        ),
+        lambda: 2.0,
     )
     page = metrics.render().decode()
     assert 'penstock_endpoint_prefill_backlog_tokens{endpoint="a",pool=""} 700' in page
