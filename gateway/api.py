@@ -36,7 +36,8 @@ def application(app: App) -> web.Application:
         snapshot.authenticate(request.headers)
         name = request.match_info["name"]
         if name not in snapshot.routes:
-            raise GatewayError(Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model")
+            message = snapshot.unlisted.get(name, f"The model {name[:64]!r} does not exist.")
+            raise GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
         return _found(_card(name, app, created))
 
     server = web.Application(middlewares=[_refusals])

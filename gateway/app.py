@@ -135,6 +135,7 @@ class App:
         self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._watcher = Watcher(config, self._endpoints, self._learnt)
         self._endpoints.on_out, self._endpoints.ask_health = self._watcher.suspect, self._watcher.check
+        self._endpoints.on_model_gone = self._watcher.relist
         self._pump = None if seal is None else self._join(seal, origin.local, rng)
         plan = build(config, self._endpoints, self._gate, {})
         self._endpoints.adopt(plan.adoption)
@@ -405,10 +406,12 @@ class App:
                 log.exception("a sweep failed")
 
     def _learnt(self) -> None:
-        """Engines told which models they serve: routes may change, everything else stays."""
-        snapshot = self.gateway.snapshot
-        if not snapshot.config.models:
-            self._found()
+        """An engine lists other models than before: routes may change, everything else stays."""
+        before = self.gateway.snapshot
+        plan = build(before.config, self._endpoints, self._gate, discovered(self.gateway), before)
+        after = plan.snapshot
+        if not before.config.models or (after.able, after.unlisted) != (before.able, before.unlisted):
+            self.swap.carry_out(plan)
 
     def _found(self) -> None:
         """Endpoints were discovered, or are gone: they come and leave as by a reload."""

@@ -17,6 +17,7 @@ from gateway.answer import Failure, GatewayError, stopped
 from gateway.client import Client
 from gateway.exchange import Exchange
 from gateway.relay import STOPPED, UpstreamBroke
+from gateway.upstream_error import MODEL_GONE
 from policies import run
 from policies.filters import below_cap, fits_context, serves_tenant
 from policies.model import Ask, Candidate, Pick, Request
@@ -92,20 +93,24 @@ def is_unsent(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
 
 
 def crowded(route: Route, ask: Ask) -> Pick | None:
-    """Those with room take no prompt so long, or not of its tenant: one that does gets it beyond its cap, and its
-    engine has it wait.
+    """Those with room take no prompt so long, are not for its tenant, or do not serve its model: one that does gets it
+    beyond its cap, and its engine has it wait.
 
     Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
     something else that left nobody.
     """
     policy, candidates = route.policy, route.candidates
-    if run.refusal(policy, ask, candidates) not in _BESIDE_ROOM:
+    refusal = run.refusal(policy, ask, candidates)
+    if refusal not in _BESIDE_ROOM and not (route.is_partial and refusal == below_cap.__name__):
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
     return run.pick(replace(policy, filters=filters), ask, candidates)
 
 
 def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
+    if broke.kind == MODEL_GONE:
+        message = f"No engine serves the model '{x.model}' any more: {len(x.retries)} answered that it does not exist."
+        return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if broke.kind == "timeout" else Failure.UPSTREAM_FAILED
     return GatewayError(failure, f"No engine could answer ({broke.kind}); {len(x.retries)} tried.")
 

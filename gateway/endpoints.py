@@ -18,7 +18,7 @@ from gateway.prefixes import Prefixes
 from gateway.roster import Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
 from gateway.speed_monitor import SpeedMonitor, describe, well_peer
-from gateway.upstream_error import STOPPED, UpstreamBroke, evidence
+from gateway.upstream_error import MODEL_GONE, STOPPED, UpstreamBroke, evidence
 from gateway.watch.scrape import Reading
 from policies import health, ledger, saved_state, warmup
 from policies.fingerprint import Fingerprint
@@ -46,20 +46,22 @@ class EndpointTable:
     """Live endpoints by slot.
 
     on_change  called when an endpoint's availability has changed
+    on_model_gone  called with an endpoint that does not have a model that it listed
     on_out     called with an endpoint that was ejected or found dead
     ask_health asks an endpoint whether it is well; None: it was silent
     """
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_roster", "ask_health", "found", "news", "on_change", "on_out", "prefixes"),
-        *("rng", "speeds"),
+        *("_ramp_s", "_roster", "ask_health", "found", "news", "on_change", "on_model_gone", "on_out"),
+        *("prefixes", "rng", "speeds"),
     )
 
     def __init__(self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
+        self.on_model_gone: Callable[[LiveEndpoint], None] = lambda live: None
         self.on_out: Callable[[LiveEndpoint], None] = lambda live: None
         self.ask_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _believe_well
         self.news: News | None = None
@@ -196,6 +198,8 @@ class EndpointTable:
     def broke(self, live: LiveEndpoint, broke: UpstreamBroke) -> None:
         """A request failed at the endpoint."""
         self._metrics.upstream_errors_total.labels(live.endpoint.name, broke.kind).inc()
+        if broke.kind == MODEL_GONE:
+            self.on_model_gone(live)
         self.happened(live, evidence(broke))
 
     def probed(self, live: LiveEndpoint, status: int | None) -> None:

@@ -5,6 +5,7 @@ The engine sees a request of ours: a fixed path, our length, an allow-list of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from gateway.relay import Relay, UpstreamBroke
 from gateway.rename import Renamer
 from gateway.slo import SESSION, Fields
 from gateway.trace import passed_on
+from gateway.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
 if TYPE_CHECKING:
     from gateway.snapshot import Route
 
+_MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")  # as vLLM and SGLang put it
 TRTLLM = EngineKind.TRTLLM  # asking an Enum for a member takes ten times as long
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})  # our key for it, its queue: nothing the client could mend
 
@@ -42,7 +45,7 @@ def prepare(
 ) -> tuple[bytes, Call, Relay]:
     """The head and the body for the booked endpoint, and the relay of its answer."""
     endpoint = booking.endpoint
-    served = endpoint.served_model or route.name
+    served = route.engine_name or endpoint.served_model or route.name
     sent = call
     if served != call.request.model or endpoint.engine is TRTLLM:  # no lookup: an Enum's hash is slow
         sent = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
@@ -83,6 +86,8 @@ def pass_on(x: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
 def refusal(relay: Relay) -> int:
     """The status of an engine's word about the request; UpstreamBroke when it is trouble of the engine's own."""
     status = relay.status
+    if status == 404 and _MODEL_GONE.search(relay.refusal):
+        raise UpstreamBroke(MODEL_GONE, "the engine does not have the model any more")
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
     return status

@@ -162,13 +162,21 @@ class Caller(msgspec.Struct, frozen=True):
     prompts: PromptLengths | None = None
 
 
-def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
-    """Body bytes to Call. Raises GatewayError (400 or 404) naming what is wrong; nothing is forwarded then."""
+_ALL_LISTED: Mapping[str, str] = {}
+
+
+def parse(
+    body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller, unlisted: Mapping[str, str] = _ALL_LISTED
+) -> Call:
+    """Body bytes to Call. Raises GatewayError (400 or 404) naming what is wrong; nothing is forwarded then.
+
+    `unlisted` tells by name why a configured model is not among `models`.
+    """
     members = _members(body)
     asked = _string(members, "model")
     model = models.get(asked)
     if model is None:
-        raise _unknown_model(asked, models)
+        raise _unknown_model(asked, models, unlisted)
     served, numbers = model.served_model, _numbers(members)
     names = PROMPT_MEMBERS[api]
     name = names[-1]
@@ -369,7 +377,9 @@ def _value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
         raise GatewayError(Failure.BAD_REQUEST, f"'{name}' cannot be read: {error}.", param=name) from None
 
 
-def _unknown_model(asked: str, models: Mapping[str, Servable]) -> GatewayError:
+def _unknown_model(asked: str, models: Mapping[str, Servable], unlisted: Mapping[str, str]) -> GatewayError:
+    if asked in unlisted:
+        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[asked], param="model")
     shown = asked if len(asked) <= 64 and asked.isprintable() else asked[:64].encode("unicode_escape").decode() + "..."
     near = difflib.get_close_matches(asked[:128], models, n=3)
     hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from policies.model import Candidate, Role
 
 if TYPE_CHECKING:
     from gateway.serve import Gateway
-    from gateway.snapshot import Route
+    from gateway.snapshot import Route, Snapshot
     from policies.split import Group
 
 
@@ -22,13 +22,13 @@ def obstacle(gateway: Gateway, *, draining: bool) -> str | None:
         return "draining"
     if not any(live.models_at is not None for live in gateway.endpoints.all()):
         return "no endpoint has answered"
-    out = _unserved(gateway.snapshot.routes)
+    out = _unserved(gateway.snapshot)
     return None if out is None else "\n".join(out)
 
 
-def _unserved(routes: Mapping[str, Route]) -> list[str] | None:
+def _unserved(snapshot: Snapshot) -> list[str] | None:
     """What each model lacks; None if there is no model, or one that lacks nothing."""
-    lacks = {route.name: _lack(route) for route in routes.values()}
+    lacks = dict(snapshot.unlisted) | {route.name: _lack(route) for route in snapshot.routes.values()}
     if not all(lacks.values()):
         return None
     return [f"model '{name}': {lack}" for name, lack in sorted(lacks.items())] or None

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec, salt_member
+from gateway.config import Config, EndpointSpec, Model, salt_member
+from gateway.model_names import engine_name
 from gateway.outbox import Outbox
 from gateway.tls import Encryption
 from gateway.tls_clients import ClientContexts
@@ -34,6 +35,8 @@ class LiveEndpoint:
 
     backlog_tokens  prefill_tokens when the engine was last heard: what its silence since then may be spent on
     produced        tokens the engine says it has ever generated, at its last scrape
+    models          the names its engine lists; they count if has_list: else its list is not known, or it has none
+    models_at       when its engine last said what it lists, or that it has no list
     kv_received_bytes   of KV from other engines, as it says, since its last start; None: it does not say
     stalled         it was found wedged: its /health is not believed until it generates again
     doubted_until   it gets few requests until then, for another endpoint has overtaken it; else None
@@ -45,10 +48,9 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "health", "hit_tokens", "key_header"),
-        *("kv_received_bytes", "leaving", "load", "models", "models_at", "produced", "sent_tokens", "spec", "speed"),
-        *("stalled", "upstream"),
-        "warm_from",
+        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "has_list", "health", "hit_tokens"),
+        *("key_header", "kv_received_bytes", "leaving", "load", "models", "models_at", "produced", "sent_tokens"),
+        *("spec", "speed", "stalled", "upstream", "warm_from"),
     )
 
     def __init__(
@@ -65,6 +67,7 @@ class LiveEndpoint:
         self.become(endpoint, spec, patience, encryption)
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
+        self.has_list = False
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.produced: int | None = None
@@ -103,9 +106,23 @@ class Adoption(msgspec.Struct, frozen=True, eq=False):
     passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
 
     def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Those of the candidates whose engine lists the model."""
+        """Return the candidates whose engine lists the name."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(each for each in candidates if id(each.load) in listing)
+
+    def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Return the candidates that may serve a configured model: those that list it or whose list is not known."""
+        lists = {id(member.live.load): member.live.models for member in self.members if member.live.has_list}
+        return tuple(
+            each
+            for each in candidates
+            if (names := lists.get(id(each.load))) is None or engine_name(model, each.endpoint) in names
+        )
+
+    def listed_names(self, pool: str) -> list[str]:
+        """Return the names that endpoints of the pool list, but for endpoints that are reserved for tenants."""
+        own = [member.live for member in self.members if member.endpoint.pool == pool and not member.endpoint.tenants]
+        return sorted({name for live in own if live.has_list for name in live.models})
 
 
 class Moves(msgspec.Struct, frozen=True, eq=False):

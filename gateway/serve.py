@@ -106,7 +106,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     x.hold(gate, len(body))
     kept = gateway.accounts.kept
     caller = Caller(x.id, x.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts)
-    call = x.call = parse(body, x.api, snapshot.routes, caller)
+    call = x.call = parse(body, x.api, snapshot.routes, caller, snapshot.unlisted)
     del body  # from here the call owns the bytes, and lets go of them when no retry can need them
     if gate.quotas.by_tenant:
         x.quota = gate.quotas.take(call.request)

@@ -21,6 +21,7 @@ from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Resume, Sec
 from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
 from gateway.gate import Gate, Room
+from gateway.model_names import common_name, explicit_models, unlisted_message
 from gateway.openai import Call
 from gateway.resume import going_on
 from gateway.roster import Adoption
@@ -42,6 +43,8 @@ class Route(msgspec.Struct, frozen=True):
     fingerprints  whether prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
     watched     somebody reads beliefs of them: only then is there something to note at a pick
     sequences   most prompts x choices of one request
+    engine_name what all candidates call the model; "" if each endpoint has its own name for it
+    is_partial  some endpoints of its pool do not serve it, so a Permit of the pool may come without room at the others
     slo         the promise to requests that name none
     low_first   whether its engines take a low number in a body's `priority` for urgent
     overflow    names and penalties of the smaller models that may serve in place of a refusal
@@ -67,10 +70,12 @@ class Route(msgspec.Struct, frozen=True):
     resume: Resume | None = None
     leg: Leg = legs.single
     sequences: int = 256
+    engine_name: str = ""
+    is_partial: bool = False
 
     @property
     def served_model(self) -> str:
-        """The name the request carries upstream unless the endpoint has its own."""
+        """The model's name in a parsed Request, whatever its engines call it."""
         return self.name
 
 
@@ -115,6 +120,8 @@ class Tried(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """`routes` by every name a client may use, aliases included; `tenants` by SHA-256 of the key, empty when open.
 
+    `unlisted` tells by model name, aliases included, why no route has it: no endpoint of its pool lists it. `able` are
+    the slots by model of the endpoints that may serve it, prefill endpoints included.
     `policies` and `tried` by pool. Nothing that outlives a request may hold one: so it is known when it is out of use.
     """
 
@@ -126,6 +133,8 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     levels: Levels
     tried: Mapping[str, Tried] = {}
     salts: CacheSalts | None = None
+    unlisted: Mapping[str, str] = {}
+    able: Mapping[str, tuple[int, ...]] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The tenant a request belongs to. Looking up a digest takes the same time for any wrong key."""
@@ -180,15 +189,23 @@ def build(
     rooms = _rooms(config, gate, serving, policies, tried, before)
     levels = Levels(config)
     routes: dict[str, Route] = {}
+    unlisted: dict[str, str] = {}
+    able: dict[str, tuple[int, ...]] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        members = serving[pool] if config.models else adoption.serving(model.name, serving[pool])
-        split = pairing.split_route(model, policies[pool], candidates[pool])
+        listing = _able(config, adoption, model, candidates[pool])
+        able[model.name] = tuple(each.load.slot for each in listing)
+        members = pairing.whole(listing)
+        if serving[pool] and not members:
+            message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
+            unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
+            continue
+        split = pairing.split_route(model, policies[pool], listing)
         route = Route(
             model.name,
             pool,
             model.context_tokens,
-            _among(policies[pool], candidates[pool]),
+            _among(policies[pool], listing),
             members,
             rooms[pool].room,
             policies[pool].reads_prefix or config.observability.access_blocks,
@@ -201,12 +218,15 @@ def build(
             resume=model.resume,
             leg=legs.single if model.resume is None else going_on.single,
             sequences=config.limits.sequences,
+            engine_name=common_name(model, members),
+            is_partial=len(members) < len(serving[pool]),
         )
-        route = _with_canary(route, config, model, tried[pool], candidates[pool])
+        route = _with_canary(route, config, model, tried[pool], listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {_digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)}
     generation = before.generation + 1 if before is not None else 1
-    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, tried, cache_salts(config))
+    salts = cache_salts(config)
+    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, tried, salts, unlisted, able)
     return Plan(snapshot, adoption, rooms)
 
 
@@ -306,8 +326,15 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     return admissions.build_admission(spec.name, params)
 
 
+def _able(config: Config, adoption: Adoption, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    if config.models:
+        return adoption.able(model, candidates)
+    return adoption.serving(model.name, candidates)
+
+
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:
     """The configured models; without any, what the engines of each pool say they serve."""
     if config.models:
-        return list(config.models)
-    return [Model(name=name, pool=pool) for pool in config.pools for name in discovered.get(pool, ())]
+        return explicit_models(config)
+    found = [(pool, name) for pool in config.pools for name in discovered.get(pool, ())]
+    return [Model(name=name, pool=pool, served_model=name) for pool, name in found]

@@ -6,6 +6,8 @@ from policies.health import Event
 
 STOPPED = "shutdown"
 """The kind of what ends because the gateway does, not its engine."""
+MODEL_GONE = "model_gone"
+"""The kind of an attempt that ended because the engine no longer has the model that it listed."""
 
 # Kinds that count as something else than a failure of the engine.
 _EVIDENCE = {
@@ -15,6 +17,7 @@ _EVIDENCE = {
     "ejected": Event.IGNORED,
     "slow": Event.IGNORED,
     STOPPED: Event.IGNORED,
+    MODEL_GONE: Event.IGNORED,
     "status_429": Event.IGNORED,
     "status_503": Event.IGNORED,  # a full queue, says vLLM; a dead engine says it on /health
 }

@@ -79,8 +79,8 @@ def _with_own_name(spec: Any, names: list[str]) -> list[str]:
 
 def _pool_models(data: Any, pool: object) -> Iterator[str]:
     for _, model in items(get(data, "models"), ("models",)):
-        if get(model, "pool") == pool and isinstance(get(model, "name"), str):
-            yield model["name"]
+        if get(model, "pool") == pool:
+            yield from (name for key in ("served_model", "name") if isinstance(name := get(model, key), str))
 
 
 def _known_shape(names: list[str]) -> AttentionShape | None:

@@ -55,6 +55,11 @@ class Model(Section):
         (), "Other names for the same model; an answer carries the name that was asked for."
     )
     pool: Name = Field(description="The pool whose endpoints serve it.")
+    served_model: Name | None = setting(
+        None,
+        "The name that its engines list at /v1/models, where that is not `name`. In a pool with "
+        "several models there is no other way to give it.",
+    )
     context_tokens: Count | None = setting(None, "Longest prompt plus answer; longer requests are refused at the door.")
     split: Split | None = setting(None, "How to split it between prefill and decode endpoints; whole unless given.")
     resume: Resume | None = setting(

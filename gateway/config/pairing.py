@@ -31,7 +31,8 @@ def errors(data: Any) -> Iterator[Finding]:
         dialect = dialects.DIALECTS.get(str(get(split, "dialect")))
         if specs and dialect is not None:
             yield from _once(_speaks(dialect, specs), told)
-            yield from _pairs((*path, "split"), str(get(model, "name")), dialect, specs)
+            clear = len(unnamed_models(data, get(model, "pool"))) < 2
+            yield from _pairs((*path, "split"), model, dialect, specs, clear=clear)
     if not get(data, "models"):
         for path, _ in items(get(data, "pools"), ("pools",)):
             specs = _endpoints(data, path[-1])
@@ -83,11 +84,20 @@ def _speaks(dialect: Dialect, specs: Specs) -> Iterator[Finding]:
             yield Finding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
 
 
-def _pairs(path: Path, model: str, dialect: Dialect, specs: Specs) -> Iterator[Finding]:
+def unnamed_models(data: Any, pool: object) -> list[str]:
+    """Return the names of a pool's models without a served_model of their own."""
+    models = (model for _, model in items(get(data, "models"), ("models",)) if get(model, "pool") == pool)
+    return [str(get(model, "name")) for model in models if get(model, "served_model") is None]
+
+
+def _pairs(path: Path, model: Any, dialect: Dialect, specs: Specs, *, clear: bool) -> Iterator[Finding]:
+    """`clear`: an endpoint's served_model can only mean this model."""
     groups: dict[str, list[str]] = {}
+    name, served = str(get(model, "name")), get(model, "served_model")
     for _, spec in specs:
         labels = get(spec, "labels")
-        key = compat(dialect.engine, str(spec.get("served_model", model)), labels if isinstance(labels, dict) else {})
+        known = served or (spec.get("served_model") if clear else None) or name
+        key = compat(dialect.engine, str(known), labels if isinstance(labels, dict) else {})
         groups.setdefault(key, []).append(_role(spec))
     roles = [role for group in groups.values() for role in group]
     if "prefill" not in roles and "both" not in roles:  # decode endpoints serve whole requests then, if they can

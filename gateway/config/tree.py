@@ -122,7 +122,11 @@ class EndpointTraits(Section):
         "where the host is the endpoint's own.",
     )
     engine: EngineKind = setting("vllm", "Whose dialect it speaks: vllm, sglang or trtllm.")
-    served_model: Name | None = setting(None, "The model name the engine knows; the asked one unless given.")
+    served_model: Name | None = setting(
+        None,
+        "The name that its engine lists at /v1/models for the pool's model, where that is not the "
+        "model's name. In a pool with several models, set served_model of the model instead.",
+    )
     layout: Layout = setting({}, "How it spreads the model over GPUs.")
     labels: Mapping[Name, Label] = setting(
         {},

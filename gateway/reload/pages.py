@@ -43,6 +43,7 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
             "certificates": await asyncio.to_thread(_certificates, reloader.running.config),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
+            "unlisted": dict(sorted(snapshot.unlisted.items())),
             "retiring": app.swap.retiring,
             "config": shown(reloader.running),
         }

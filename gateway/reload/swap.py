@@ -5,6 +5,7 @@ Everything that can fail happens before the first change. What the old snapshot 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
@@ -22,6 +23,8 @@ from gateway.snapshot import Plan, Snapshot, build
 from gateway.watch.watcher import Watcher
 from policies import run
 from policies.model import Ask, Request
+
+log = logging.getLogger("penstock")
 
 TRIAL = Request("dry-run", "", "", 1000, 100)
 
@@ -78,6 +81,7 @@ class Swap:
         affected += sum(room.waiting for room in closed if room not in self._closed_in)
         furnish(gateway, plan, self._metrics)
         self._generations.replaced(gateway.snapshot)
+        log_unlisted(gateway.snapshot, plan.snapshot)
         gateway.snapshot = plan.snapshot
         self.discover(config)
         self._watcher.follow(config)
@@ -170,6 +174,15 @@ def _try(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> None:
             tried.shadows.follow(metrics)
         if tried.sides is not None:
             tried.sides.follow(metrics)
+
+
+def log_unlisted(before: Snapshot, after: Snapshot) -> None:
+    """Log which model names no endpoint lists any more, and which are listed again."""
+    for name, message in after.unlisted.items():
+        if before.unlisted.get(name) != message:
+            log.warning("model '%s' is answered with 404: %s", name, message)
+    for name in before.unlisted.keys() & after.routes.keys():
+        log.info("model '%s' is listed and served again", name)
 
 
 def discovered(gateway: Gateway) -> Mapping[str, Sequence[str]]:

@@ -40,7 +40,7 @@ async def single(route: Route, x: Exchange, call: Call, client: Client, booking:
         x.ledger = None
         await legs.single(route, x, call, client, booking)
         return
-    served = booking.endpoint.served_model or route.name
+    served = route.engine_name or booking.endpoint.served_model or route.name
     sent = telling(call, served, booking.endpoint.salt_member)
     ledger = x.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
@@ -145,7 +145,7 @@ class _Rest:
         """What came of it, unless it broke: an engine may have a word against the request itself."""
         x, ledger, asked = self._x, self._ledger, self._call.asked_model
         ledger.resume()
-        served = booking.endpoint.served_model or self._route.name
+        served = self._route.engine_name or booking.endpoint.served_model or self._route.name
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
         more = {member: salt} if member and salt else {}
         sent = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, more))

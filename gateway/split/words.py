@@ -141,7 +141,7 @@ class Words:
         """What brings the decoder's answer to the client, with the prefiller's word on cached tokens if needed."""
         work = self._work
         renamer: Renamer | None = None
-        served, asked = endpoint.served_model or work.route.name, work.call.asked_model
+        served, asked = work.route.engine_name or endpoint.served_model or work.route.name, work.call.asked_model
         if handover is not None and not handover.reports_own_cache and shows_usage(self._members):
             renamer = self._corrector = Corrector(served, asked)
             self._corrector.cached_tokens = self._record.cached_tokens
@@ -188,7 +188,7 @@ class Words:
     def _request(self, place: Booking | LiveEndpoint, edits: Edits, role: str) -> tuple[bytes, bytes]:
         """`role` as a trace calls it; "" for what no trace tells of, which has a cache salt of its own if any."""
         work, endpoint, trace = self._work, place.endpoint, self._work.x.trace
-        call, served = work.call, endpoint.served_model or work.route.name
+        call, served = work.call, work.route.engine_name or endpoint.served_model or work.route.name
         if role and call.salt:  # both legs get the same one: a decoder finds the KV under the prefiller's
             put = edits.put + call.salt_member(endpoint.salt_member)
             edits = msgspec.structs.replace(edits, put=put)

@@ -12,6 +12,7 @@ import json
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -34,6 +35,7 @@ METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # an endpoint that is out is probed so often at least, whatever its back-off
 CHECK_S = 0.5  # for a health check that a request waits for
+NO_LIST = (404, 405, 501)  # the engine has no /v1/models
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -69,6 +71,7 @@ class Watcher:
         self._suspected: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
+        self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -112,7 +115,7 @@ class Watcher:
 
     async def stop(self) -> None:
         tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
-        tasks += [*self._suspected.values(), *self._checks.values()]
+        tasks += [*self._suspected.values(), *self._checks.values(), *self._listings.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,9 +181,17 @@ class Watcher:
             self._endpoints.probed(live, status)
         return status == 200
 
+    def relist(self, live: LiveEndpoint) -> None:
+        """Read an endpoint's list of models now. One task per endpoint."""
+        if self._session is not None and live not in self._listings and not live.leaving:
+            listing = self._tried(partial(self._list_models, limit_s=self._config.health.timeout), live)
+            task = asyncio.create_task(listing, name=f"read the models of {live.endpoint.name}")
+            self._listings[live] = task
+            task.add_done_callback(lambda _: self._listings.pop(live, None))
+
     async def _look(self, live: LiveEndpoint) -> None:
         probes = () if live in self._suspected else (self._probe(live),)
-        await asyncio.gather(*probes, self._scrape(live), self._list_models(live))
+        await asyncio.gather(*probes, self._scrape(live), self._list_models_if_due(live))
 
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
@@ -197,6 +208,8 @@ class Watcher:
                 status = None
         elif status == 200 and is_out_as_slow(live) and probe_due(live.health, monotonic()):
             status = 200 if await self._keeps_pace(live) else None
+        if status == 200 and is_due and live.health.state in OUT:  # it may have been started with other models
+            await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.probed(live, status)
 
     async def _listen(self, live: LiveEndpoint) -> None:
@@ -213,7 +226,7 @@ class Watcher:
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
         """Whether the engine gives one token in time. A 4xx proves nothing about it, and so nothing against it."""
-        model = live.endpoint.served_model or next(iter(live.models), None)
+        model = _any_model(live)
         if model is None:
             return True
         canary: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
@@ -257,7 +270,7 @@ class Watcher:
 
     async def _time(self, live: LiveEndpoint, work: PaceProbe) -> float | None:
         """Seconds that the endpoint takes for the work; None when it gives no whole answer."""
-        model = live.endpoint.served_model or next(iter(live.models), None)
+        model = _any_model(live)
         if model is None:
             return None
         words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(work.words))
@@ -277,19 +290,24 @@ class Watcher:
         if status == 200:
             self._endpoints.scraped(live, scrape.read(text, live.endpoint.engine))
 
-    async def _list_models(self, live: LiveEndpoint) -> None:
-        if live.models_at is not None and monotonic() - live.models_at < MODELS_EVERY_S:
-            return
-        status, text = await self._get(live, "/v1/models", self._config.health.timeout)
-        if status != 200:
-            return
-        try:
-            names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+    async def _list_models_if_due(self, live: LiveEndpoint) -> None:
+        if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
+            await self._list_models(live, limit_s=self._config.health.timeout)
+
+    async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
+        """Read which models the engine lists. What it listed before holds unless it answers."""
+        status, text = await self._get(live, "/v1/models", limit_s)
+        names: tuple[str, ...] = ()
+        if status == 200:
+            try:
+                names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return
+        elif status not in NO_LIST:
             return
         live.models_at = monotonic()
-        if names != live.models:
-            live.models = names
+        if (names, status == 200) != (live.models, live.has_list):
+            live.models, live.has_list = names, status == 200
             self._learnt()
 
     async def _get(self, live: LiveEndpoint, path: str, timeout_s: float) -> tuple[int | None, bytes]:
@@ -332,6 +350,12 @@ class Watcher:
                 if len(body) >= limit:
                     break
             return answer.status, bytes(body[:limit])
+
+
+def _any_model(live: LiveEndpoint) -> str | None:
+    """Return a name that the engine has, for requests of our own; None if none is known."""
+    own = live.endpoint.served_model
+    return own if own and (own in live.models or not live.models) else next(iter(live.models), None)
 
 
 def _is_unreachable(error: BaseException) -> bool:
