@@ -16,9 +16,12 @@ from msgspec.structs import replace
 from gateway.answer import Failure, GatewayError, stopped
 from gateway.client import Client
 from gateway.exchange import Exchange
+from gateway.media import BYTES_PER_TOKEN, MEDIA_TOKENS, MOST_BYTES_PER_TOKEN
+from gateway.openai import Call
 from gateway.relay import STOPPED, UpstreamBroke
 from gateway.upstream_error import MODEL_GONE
 from policies import run
+from policies.contract import Policy
 from policies.filters import below_cap, fits_context, serves_tenant
 from policies.model import Ask, Candidate, Pick, Request
 
@@ -80,6 +83,7 @@ async def check_chosen(gateway: Gateway, x: Exchange, choose: Choose) -> Sequenc
     return x.retries
 
 
+_BOUNDS = frozenset(("max_tokens", "max_completion_tokens"))
 _BESIDE_ROOM = (fits_context.__name__, serves_tenant.__name__)  # filters that another endpoint may pass, if a full one
 
 
@@ -92,19 +96,37 @@ def is_unsent(gateway: Gateway, x: Exchange, broke: UpstreamBroke) -> bool:
     return True
 
 
-def crowded(route: Route, ask: Ask) -> Pick | None:
+def crowded(route: Route, ask: Ask, call: Call) -> Pick | None:
     """Those with room take no prompt so long, are not for its tenant, or do not serve its model: one that does gets it
     beyond its cap, and its engine has it wait.
 
-    Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. None when it is
-    something else that left nobody.
+    Permits are counted by pool, so who has one may find every endpoint taken that its prompt fits. A prompt that is
+    too long for all by an estimate alone goes to an endpoint with the longest context. None when it is something else
+    that left nobody.
     """
     policy, candidates = route.policy, route.candidates
     refusal = run.refusal(policy, ask, candidates)
     if refusal not in _BESIDE_ROOM and not (route.is_partial and refusal == below_cap.__name__):
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-    return run.pick(replace(policy, filters=filters), ask, candidates)
+    return run.pick(replace(policy, filters=filters), ask, candidates) or pick_longest(policy, ask, candidates, call)
+
+
+def pick_longest(policy: Policy, ask: Ask, candidates: Sequence[Candidate], call: Call) -> Pick | None:
+    """Pick an endpoint with the longest context for a prompt that is too long for all by an estimate alone.
+
+    The engine counts it and decides. None if some endpoint's context is long enough, or if none can be.
+    """
+    own = serves_tenant(ask, candidates)
+    if not own or fits_context(ask, own) or _is_too_long(call, own):
+        return None
+    longest = max(each.endpoint.context_tokens or 0 for each in own)
+    able = [each for each in own if each.endpoint.context_tokens == longest]
+    filters = tuple(keep for keep in policy.filters if keep is not fits_context)
+    beyond_caps = tuple(keep for keep in filters if keep is not below_cap)
+    return run.pick(replace(policy, filters=filters), ask, able) or run.pick(
+        replace(policy, filters=beyond_caps), ask, able
+    )
 
 
 def _given_up(x: Exchange, broke: UpstreamBroke) -> GatewayError:
@@ -126,13 +148,30 @@ def nobody(x: Exchange, route: Route, ask: Ask, broke: UpstreamBroke | None) -> 
     if route.candidates and not own:
         message = f"No endpoint of model '{route.name}' serves this tenant."
         return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
-    if own and not fits_context(ask, own):
+    if own and x.call is not None and _is_too_long(x.call, own):
         return _too_long(ask.request)
     return GatewayError(Failure.NO_CAPACITY, f"No endpoint of model '{route.name}' is available.", retry_after_s=1.0)
 
 
+def _is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
+    """Whether a prompt and its answer exceed the context of every endpoint, by the fewest tokens that they may have."""
+    needed = least_tokens(call)
+    return all((most := each.endpoint.context_tokens) is not None and most < needed for each in candidates)
+
+
+def least_tokens(call: Call) -> int:
+    """Return the fewest tokens that one of its prompts and answers may have; images and files may have next to none."""
+    request, prompt_tokens = call.request, call.request.prompt_tokens
+    if call.estimated_tokens:
+        text_bytes = max(0, call.estimated_tokens - call.media * MEDIA_TOKENS) * BYTES_PER_TOKEN
+        prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
+    is_bounded = not _BOUNDS.isdisjoint(call.members)
+    answer_tokens = request.output_tokens // request.choices if is_bounded else 1
+    return prompt_tokens // request.prompts + answer_tokens
+
+
 def _too_long(request: Request) -> GatewayError:
-    """Too long for every endpoint, whoever of them is there."""
+    """Too long for every endpoint, available or not."""
     return GatewayError(
         Failure.CONTEXT_TOO_LONG,
         f"No endpoint takes a context of about {request.prompt_tokens + request.output_tokens} tokens "

@@ -33,7 +33,8 @@ def into(endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, ca
 
 
 def _fits(route: Route, call: Call) -> bool:
-    needed = call.request.prompt_tokens + call.request.output_tokens
+    request = call.request
+    needed = request.prompt_tokens // request.prompts + request.output_tokens // request.choices
     return route.context_tokens is None or needed <= route.context_tokens
 
 

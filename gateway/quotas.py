@@ -46,13 +46,21 @@ class Quotas:
                 self.news.take(request.tenant, request.prompts, tokens)
         return quota
 
-    def settle(self, quota: Quota, request: Request, output_tokens: int | None) -> None:
-        """The request is over. `output_tokens` of its answer; None when it was refused, and took nothing."""
+    def settle(
+        self, quota: Quota, request: Request, output_tokens: int | None, prompt_tokens: int | None = None
+    ) -> None:
+        """Correct what an ended request took: at first its tokens were estimated.
+
+        output_tokens  of its answer; None when it was refused, and took nothing
+        prompt_tokens  as its engine counted them; None if it did not say
+        """
         if output_tokens is None:
             requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
             quota.give_back(-tokens, request.prompts)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
+            if prompt_tokens is not None:
+                tokens += prompt_tokens - request.prompt_tokens
             quota.correct(tokens)
         if self.news is not None:
             self.news.take(request.tenant, requests, tokens)

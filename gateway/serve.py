@@ -87,7 +87,8 @@ def _settle(gateway: Gateway, x: Exchange) -> None:
     request = x.call.request
     if x.quota is not None:
         output_tokens = None if x.outcome == "refused" else outcome_of(x).output_tokens
-        gateway.gate.quotas.settle(x.quota, request, output_tokens)
+        prompt_tokens = None if x.relay is None else x.relay.usage.prompt_tokens
+        gateway.gate.quotas.settle(x.quota, request, output_tokens, prompt_tokens)
     if x.room is None:
         return
     if x.asked is not None:
@@ -169,7 +170,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
     try:
         while True:
             ask = endpoints.ask(request, fingerprint, left_out)
-            pick = x.pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask)
+            pick = x.pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask, call)
             if pick is None:
                 raise nobody(x, route, ask, problem)
             x.picked_at = monotonic()
@@ -204,8 +205,9 @@ def _choose(
     endpoints: EndpointTable, x: Exchange, route: Route, request: Request, left_out: Sequence[str]
 ) -> Sequence[Candidate]:
     """As the pick of an attempt, which it precedes."""
+    assert x.call is not None
     ask = endpoints.ask(request, x.fingerprint, left_out)
-    pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask)
+    pick = run.pick(route.policy, ask, route.candidates) or crowded(route, ask, x.call)
     return () if pick is None else (pick.candidate,)
 
 

@@ -41,8 +41,12 @@ def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Takes prompts and answers so long: a pool may have endpoints for short contexts and others for long ones."""
-    needed = ask.request.prompt_tokens + ask.request.output_tokens
+    """Keep the endpoints whose context holds a prompt and its answer: some of a pool may take longer ones than others.
+
+    Each prompt of a list and each of several answers has a context of its own; prompts of a list count as equally long.
+    """
+    request = ask.request
+    needed = request.prompt_tokens // request.prompts + request.output_tokens // request.choices
     return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]
 
 

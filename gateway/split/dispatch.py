@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gateway import legs
 from gateway.answer import Failure, GatewayError
-from gateway.attempts import break_off, nobody, retry
+from gateway.attempts import break_off, nobody, pick_longest, retry
 from gateway.client import Client
 from gateway.exchange import Exchange, SplitRecord
 from gateway.openai import Call
@@ -86,7 +86,8 @@ def _choose(work: Work, recompute: bool, left_out: Sequence[str]) -> Sequence[Ca
 def _pick_alone(work: Work, ask: Ask) -> Pick | None:
     """A split request's permit is one and its places are two: one with a permit may find all below their cap taken."""
     alone = work.split.pools.alone
-    return run.pick(work.route.policy, ask, alone) or run.pick(work.split.splitter.crowded, ask, alone)
+    pick = run.pick(work.route.policy, ask, alone) or run.pick(work.split.splitter.crowded, ask, alone)
+    return pick or pick_longest(work.route.policy, ask, alone, work.call)
 
 
 async def _whole(work: Work, ask: Ask, decision: Decision, problem: UpstreamBroke | None) -> UpstreamBroke | None:

@@ -231,6 +231,17 @@ def test_the_first_answers_of_a_kind_are_learnt_from_at_once_and_later_ones_in_b
     assert kept.prompts.corrected("demo", False, 500) == 1000
 
 
+def test_what_images_behind_urls_count_is_not_learnt_of_text() -> None:
+    """A URL is a few tokens of text to the gateway, and 1,000 tokens to the engine."""
+    kept = Kept(Metrics())
+    for number in range(AT_ONCE + BATCH):
+        x, relay = exchange(number), answered(0.5, 1.0, 10)  # 1,000 tokens of prompt
+        assert x.call is not None
+        x.call.estimated_tokens = 80 if number % 2 else 500
+        kept.answered(x, relay, relay.usage, 0.0)
+    assert kept.prompts.corrected("demo", False, 500) == 1000
+
+
 def test_promises_are_counted_by_tenant_from_the_moment_that_is_asked_for() -> None:
     metrics, x, relay = Metrics(), exchange(), answered(0.5, 3.0, 10)
     kept, x.tenant = Kept(metrics), "acme"
