@@ -78,13 +78,13 @@ def _plain(amount: Decimal) -> str:
 
 
 def _not_a_duration(text: str) -> str:
-    if _BARE.fullmatch(text):
+    if _BARE.fullmatch(text) and type(text) is str:  # a text that came from a reference is not shown
         milliseconds = _plain(Decimal(text) / 1000)
         return f"{text!r} is not a duration; write {text}s, or {text}ms ({milliseconds}s) if milliseconds are meant"
     return f"{text!r} is not a duration; write a number with a unit (us, ms, s, m, h, d), as in 250ms or 1m30s"
 
 
 def _not_a_size(text: str) -> str:
-    if _BARE.fullmatch(text):
+    if _BARE.fullmatch(text) and type(text) is str:
         return f"{text!r} is not a size; write {text}B, or {text}MiB if mebibytes are meant"
     return f"{text!r} is not a size; write a number with a unit (B, KiB, MiB, GiB, KB, MB, GB), as in 32MiB"

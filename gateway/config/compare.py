@@ -39,7 +39,18 @@ def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
     """Everything that differs, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     found = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
-    return (*found, *_rewritten(before, after))
+
+    def hide(text: str) -> str:
+        return after.resolved.hide(before.resolved.hide(text))
+
+    return tuple(
+        Change(
+            hide(each.path),
+            None if each.before is None else hide(each.before),
+            None if each.after is None else hide(each.after),
+        )
+        for each in (*found, *_rewritten(before, after))
+    )
 
 
 def _rewritten(before: Loaded, after: Loaded) -> Iterator[Change]:
@@ -142,10 +153,15 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """How a part of a list is called: an endpoint by its name rather than by its URL."""
-    if side is None or not isinstance(side.value, dict) or "url" not in side.value:
+    """How a part of a list is called: an endpoint by its name rather than by its URL; a reference as it is written."""
+    if side is None or not isinstance(side.value, dict) or not isinstance(side.at[-1], int):
         return key
-    return str(side.value.get("name") or without_scheme(key))
+    written = [side.written.get(at) for at in ((*side.at, "name"), (*side.at, "url"), side.at)]
+    name = next((each for each in written if isinstance(each, str) and "${" in each), None)
+    if "url" in side.value:
+        own = side.value.get("name")
+        return name if name is not None and name in written[: 1 if own else 2] else str(own or without_scheme(key))
+    return name or key
 
 
 def _plain(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -12,13 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.config import checks, tls_files
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
-from gateway.config.source import Source, parse, raw_bytes
+from gateway.config.source import Resolved, Source, parse, raw_bytes
 from gateway.config.tls import FOLDER
 from gateway.config.tree import Config
 
 SCHEMA_ID = "urn:penstock:config:v1"
 MASK = "**********"
 _ENGINES_POOL = "engines"
+_NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -29,6 +31,7 @@ class Loaded(msgspec.Struct, frozen=True):
     written     path -> value as it stands in the text; secrets that stand in it are masked
     in_clear    whether a secret stands in the text itself
     files       path of a value that names a file -> digest of the file
+    resolved    what references led to, which no answer may show
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Loaded(msgspec.Struct, frozen=True):
     written: Mapping[Path, object] = {}
     in_clear: bool = False
     files: Mapping[Path, bytes] = {}
+    resolved: Resolved = Resolved()
 
 
 def load(path: FilePath, env: Mapping[str, str]) -> Config:
@@ -52,9 +56,12 @@ def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
     return examine_text(raw_bytes(path), str(path), env)
 
 
-def examine_text(text: bytes, file: str, env: Mapping[str, str]) -> Loaded:
-    """As `examine`, for a text at hand; `file` is its name in problems, and the place its relative paths start from."""
-    return _build(parse(text, file, env), text)
+def examine_text(text: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED) -> Loaded:
+    """As `examine`, for a text; `file` is its name in problems, and the place its relative paths start from.
+
+    `refused` says, by path, why references there may not be resolved (references.py).
+    """
+    return _build(parse(text, file, env, refused), text)
 
 
 def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:
@@ -100,6 +107,7 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
         source.written | dict.fromkeys(in_clear, MASK),
         bool(in_clear),
         source.files,
+        source.resolved,
     )
 
 

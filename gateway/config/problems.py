@@ -59,7 +59,7 @@ def show_path(path: Path) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean "x"?' for the nearest of `known`, else the choices when they are few, else nothing."""
-    choices = sorted(known)
+    choices = sorted(str(getattr(each, "written", each)) for each in known)  # a reference as it is written
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if near:
         return f'; did you mean "{near[0]}"?'

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -23,6 +24,8 @@ FILE_CAP_BYTES = 1 << 20
 SECRET_CAP_BYTES = 64 << 10
 NODE_CAP = 100_000
 DEPTH_CAP = 32
+LEAST_HIDDEN = 8  # characters of what a reference led to, for it to be a secret
+_NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 _START = Mark(1, 1)
 _REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
 _OPEN = re.compile(r"(?<!\$)\$\{")
@@ -96,12 +99,34 @@ def numbers_if_substituted(value: Any) -> Any:
     return number_if_substituted(value)
 
 
+class Resolved:
+    """What references of a text led to, so that no message shows it. Its repr shows nothing."""
+
+    __slots__ = ("_by_value",)
+
+    def __init__(self) -> None:
+        self._by_value: dict[str, str] = {}
+
+    def add(self, reference: str, value: str) -> None:
+        """Note a value; one of a few characters would be found in any text, and is no secret."""
+        if len(value) >= LEAST_HIDDEN:
+            for each in (value, value.strip(), value.lower(), repr(value)[1:-1]):
+                self._by_value[each] = reference
+
+    def hide(self, text: str) -> str:
+        """Return the text with references in place of what they led to."""
+        for value in sorted(self._by_value, key=len, reverse=True):
+            if value in text:
+                text = text.replace(value, self._by_value[value])
+        return text
+
+
 class Source:
     """One file as data: `data` (plain values), `marks` (path -> place of a value), `keys` (path -> place of its key).
 
     `problems` collects what is wrong already; a path in it is not worth judging again. `doubts` has the warnings about
     files. `written` has every value as it stands in the text, references unfilled; `references` the files it names.
-    `files` has the digest of each file whose path is a value.
+    `files` has the digest of each file whose path is a value. `resolved` has what references led to.
     """
 
     def __init__(self, file: str) -> None:
@@ -110,6 +135,7 @@ class Source:
         self.written: dict[Path, object] = {}
         self.references: dict[FilePath, None] = {}
         self.files: dict[Path, bytes] = {}
+        self.resolved = Resolved()
         self._digest = hashlib.sha256()
         self.marks: dict[Path, Mark] = {}
         self.keys: dict[Path, Mark] = {}
@@ -127,7 +153,7 @@ class Source:
     def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
         """A Problem at the place of `path`."""
         mark = self.mark(path, key=key)
-        return Problem(self.file, mark.line, mark.column, show_path(path), message)
+        return Problem(self.file, mark.line, mark.column, show_path(path), self.resolved.hide(message))
 
     def fail(self, path: Path, message: str, *, key: bool = False) -> None:
         """Notes a problem at `path`; the first one at a path is kept."""
@@ -160,11 +186,17 @@ def raw_bytes(path: FilePath) -> bytes:
         raise _refused(str(path), _START, f"cannot be read: {error.strerror}") from None
 
 
-def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
-    """Reads YAML 1.2; `file` is the name shown in problems, and relative references start from its folder.
+def parse(raw: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED) -> Source:
+    """Read YAML 1.2; `file` is the name shown in problems, and relative references start from its folder.
 
-    Raises ConfigError when it is no YAML at all; lesser problems are in the Source.
+    `refused` says, by path, why the references of a value may not be resolved. Raises ConfigError when it is no YAML at
+    all; lesser problems are in the Source.
     """
+    return _parse(raw, file, env, refused)
+
+
+def _parse(raw: bytes, file: str, env: Mapping[str, str] | None, refused: Mapping[Path, str]) -> Source:
+    """As parse(); without an `env` no reference is resolved."""
     if len(raw) > FILE_CAP_BYTES:
         raise _refused(file, _START, f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?")
     try:
@@ -178,8 +210,18 @@ def parse(raw: bytes, file: str, env: Mapping[str, str]) -> Source:
         raise _refused(file, _START, "is empty; the shortest configuration begins with `version: 1`")
     source = Source(file)
     source.depends_on(raw)
-    source.data = _Reading(source, env).value(node, ())
+    source.data = _Reading(source, env, refused).value(node, ())
     return source
+
+
+def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
+    """Every value of a text as it is written; no reference is resolved. Raises ConfigError for what is no YAML."""
+    return _parse(raw, file, None, _NONE_REFUSED).written
+
+
+def references_in(text: str) -> Sequence[str]:
+    """The references in a value as it is written."""
+    return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
 
 
 def _compose(text: str, file: str) -> Node | None:
@@ -212,9 +254,11 @@ def _misread(error: MarkedYAMLError) -> tuple[Mark, str]:
 class _Reading:
     """One walk over a node tree. Owns the budget of values, which is what stops an alias bomb."""
 
-    def __init__(self, source: Source, env: Mapping[str, str]) -> None:
+    def __init__(self, source: Source, env: Mapping[str, str] | None, refused: Mapping[Path, str]) -> None:
         self._source = source
-        self._env = env
+        self._env = env or {}
+        self._resolves = env is not None
+        self._refused = refused
         self._left = NODE_CAP
 
     def value(self, node: Node, path: Path) -> Any:
@@ -270,6 +314,12 @@ class _Reading:
     def _substitute(self, text: str, path: Path) -> str:
         if "${" not in text:
             return text
+        if not self._resolves or path in self._refused:
+            if self._resolves:
+                self._source.fail(path, self._refused[path])
+            answer = Substituted("")
+            answer.written = text
+            return answer
         filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
         if _OPEN.search(_REFERENCE.sub(" ", text)):
             told = "a ${ is not closed, or another reference is inside of it; write $${ for a literal ${"
@@ -292,6 +342,7 @@ class _Reading:
             return ""
         found = self._env.get(variable[1])
         self._source.depends_on(variable[1].encode(), (found or "").encode("utf-8", "surrogateescape"))
+        self._source.resolved.add(match[0], found or "")
         if variable[2] is not None:
             return found or variable[2]  # as in a shell, :- also replaces the empty text
         if found is None:
@@ -319,7 +370,9 @@ class _Reading:
             return ""
         if len(raw) > SECRET_CAP_BYTES:
             self._source.fail(path, f"{name} is larger than {SECRET_CAP_BYTES >> 10} KiB")
-        return text.removesuffix("\n").removesuffix("\r")
+        text = text.removesuffix("\n").removesuffix("\r")
+        self._source.resolved.add(f"${{file:{name}}}", text)
+        return text
 
 
 def _mark(node: Node) -> Mark:

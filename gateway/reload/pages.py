@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from gateway.config import Config, Problem
+from gateway.config import Loaded, Problem
 from gateway.config.compare import Change, shown
 from gateway.config.source import FILE_CAP_BYTES
 from gateway.config.tls_files import certificates
 from gateway.reload.reloader import ChangeOptions, Outcome, Rejection, Reloader
 from gateway.reload.trial import tallied
 from gateway.reload.versions import Version
+from gateway.trust import is_supervisor
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -40,7 +41,7 @@ def add(app: App, routes: web.UrlDispatcher) -> None:
         state = _state(reloader) | {
             "shared": app.shared_state(),
             "file_differs": await asyncio.to_thread(reloader.file_differs),
-            "certificates": await asyncio.to_thread(_certificates, reloader.running.config),
+            "certificates": await asyncio.to_thread(_certificates, reloader.running),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
             "unlisted": dict(sorted(snapshot.unlisted.items())),
@@ -113,7 +114,8 @@ def _malformed(message: str, status: int = 400) -> web.Response:
 
 
 def _options(request: web.Request) -> ChangeOptions:
-    return ChangeOptions(_asked(request, "dry_run"), _asked(request, "noted"), _asked(request, "force"))
+    kept = _asked(request, "kept") and is_supervisor(request)
+    return ChangeOptions(_asked(request, "dry_run"), _asked(request, "noted"), _asked(request, "force"), kept)
 
 
 def _asked(request: web.Request, flag: str) -> bool:
@@ -129,11 +131,16 @@ def _state(reloader: Reloader) -> dict[str, Any]:
     }
 
 
-def _certificates(config: Config) -> list[dict[str, Any]]:
+def _certificates(loaded: Loaded) -> list[dict[str, Any]]:
     """When the certificates in the files expire, and why they are refused now, if they are."""
     return [
-        {"path": each.path, "file": each.file, "not_after": _time(each.not_after), "problem": each.doubt}
-        for each in certificates(config, time())
+        {
+            "path": each.path,
+            "file": loaded.resolved.hide(each.file),
+            "not_after": _time(each.not_after),
+            "problem": each.doubt,
+        }
+        for each in certificates(loaded.config, time())
     ]
 
 

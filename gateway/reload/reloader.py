@@ -16,6 +16,7 @@ import msgspec
 
 from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
 from gateway.config.compare import Change, changes
+from gateway.config.references import unresolvable
 from gateway.config.source import parse, raw_bytes
 from gateway.metrics import Metrics
 from gateway.reload import versions
@@ -45,6 +46,7 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     """How a change is made.
 
     dry_run  check it and change nothing
+    kept     the text was in force before: its references may be resolved wherever they are
     noted    a dry run whose rejection counts like that of a real one: a supervisor has all its
              workers try a change before any of them makes it
     force    also if none of a pool's endpoints can be reached
@@ -53,6 +55,7 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     dry_run: bool = False
     noted: bool = False
     force: bool = False
+    kept: bool = False
 
 
 CHANGE = ChangeOptions()
@@ -186,9 +189,20 @@ class Reloader:
     async def put(
         self, text: bytes, trigger: str, *, if_match: str | None = None, options: ChangeOptions = CHANGE
     ) -> Outcome:
-        """Take over a text that somebody sent. Its relative paths start from the file's folder."""
+        """Take over a text that was sent. Its relative paths start from the file's folder.
+
+        References that the running configuration does not have at such a place are refused (config/references.py).
+        """
         name = str((self._file.parent if self._file is not None else Path()) / SENT)
-        return await self._attempt(lambda: examine_text(text, name, self._env), trigger, options, if_match=if_match)
+
+        def read() -> Loaded:
+            if options.kept:
+                return examine_text(text, name, self._env)
+            known = (self.running.text, self._started.text)
+            refused = unresolvable(text, name, known, with_key=self.running.config.admin.key is not None)
+            return examine_text(text, name, self._env, refused)
+
+        return await self._attempt(read, trigger, options, if_match=if_match)
 
     async def rollback(
         self,

@@ -248,6 +248,8 @@ async def test_no_secret_is_told_by_any_page_line_version_or_difference(
         seen.append(dumped(await made.put(changed, params={"dry_run": "1"})))
         seen.append(dumped(await made.put(changed)))
         engine = made.text(0).replace("name: group-0", "name: group-0, api_key: '${file:key}'") + more
+        made.write(engine)  # a reference at a new place is refused over HTTP
+        await made.hears("api_key")
         seen.append(dumped(await made.put(engine)))
         for place in ("labels: {x: '${file:key}'}", "role: '${file:key}'", "max_concurrency: '${file:key}'"):
             status, told = await made.put(engine.replace("api_key: '${file:key}'", place))
