@@ -17,7 +17,7 @@ from policies.admission import Outcome
 from policies.latency import ttfts
 from policies.lengths import OutputLengths
 from policies.model import Ask, Pick, Slo
-from policies.prompt_lengths import PromptLengths
+from policies.prompt_lengths import CLOSE_ENOUGH, PromptLengths, is_text
 
 FAILED = "failed"
 CUT_OFF = frozenset((None, "length", "abort", "error"))
@@ -210,6 +210,9 @@ class Kept:
         prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
         if prompts:
             estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
+            if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
+                prompts = [pair for pair in prompts if is_text(*pair)]
+                estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
             self.prompts.counted(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:

@@ -9,6 +9,8 @@ from policies.health import Event
 
 STOPPED = "shutdown"
 """The failure kind of requests that end because the gateway shuts down."""
+MODEL_GONE = "model_gone"
+"""The failure kind of an attempt at an engine that no longer has a model that it listed."""
 
 # Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
 OWN_ERRORS = frozenset(
@@ -32,6 +34,7 @@ _HEALTH_EVENTS = {
     "ejected": Event.IGNORED,
     "slow": Event.IGNORED,
     STOPPED: Event.IGNORED,
+    MODEL_GONE: Event.IGNORED,
     "status_429": Event.IGNORED,
     # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.
     "status_503": Event.IGNORED,

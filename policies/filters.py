@@ -41,8 +41,13 @@ def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Takes prompts and answers so long: a pool may have endpoints for short contexts and others for long ones."""
-    needed = ask.request.prompt_tokens + ask.request.output_tokens
+    """Keep the endpoints whose context is long enough for a prompt and its answer.
+
+    Each prompt of a list and each of several answers needs a context of its own. The prompts of a list are assumed to
+    be equally long.
+    """
+    request = ask.request
+    needed = request.prompt_tokens // request.prompts + request.output_tokens // request.choices
     return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 LEAST_ANSWERS = 8  # before a ratio is believed, and between two updates of it
 CLOSE_ENOUGH = 0.1  # an estimate within this share stands, and is then the same at every gateway of a fleet
 MEMORY_TOKENS = 1 << 20  # of estimates; beyond it everything seen counts half
+# The most tokens that text has per estimated token (a token per byte), and those that a chat template adds.
+MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
 LOWEST, HIGHEST = 1 / 64, 16.0  # no tokenizer or image encoder is further off; a usage that is, is wrong
+
+
+def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
+    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an image or file."""
+    return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
 
 
 class PromptLengths:

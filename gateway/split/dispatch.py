@@ -20,7 +20,7 @@ from gateway.split.edit import shape
 from gateway.split.pair import PairAttempt
 from gateway.split.pairing import SplitRoute
 from gateway.split.words import SplitContext
-from gateway.whole import WholePlan
+from gateway.whole import WholePlan, pick_longest
 from policies import run
 from policies.model import Ask, Pick
 from policies.split import Decision, Pair, Reason
@@ -78,11 +78,12 @@ class SplitPlan:
         """Pick one endpoint for the whole request.
 
         A pair takes two places for one permit, so a request with a permit may find all endpoints at
-        their caps.
+        their caps. A prompt that only an estimate calls too long is picked for as in whole.py.
         """
-        split, route = self._context.split, self._context.route
-        alone = split.pools.alone
-        return run.pick(route.policy, ask, alone) or run.pick(split.splitter.crowded, ask, alone)
+        context = self._context
+        alone, policy = context.split.pools.alone, context.route.policy
+        pick = run.pick(policy, ask, alone) or run.pick(context.split.splitter.crowded, ask, alone)
+        return pick or pick_longest(policy, ask, alone, context.call)
 
     async def attempt(self, choice: Pair | Pick) -> UpstreamBroke | None:
         record, exchange = self._note_decision(), self.exchange

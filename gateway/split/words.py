@@ -184,7 +184,7 @@ class Words:
         """
         context, record = self._context, self._record
         exchange, client, asked = context.exchange, context.client, context.call.asked_model
-        served = endpoint.served_model or context.route.name
+        served = context.route.resolve_name(endpoint)
         headers = answer_headers(exchange, client, endpoint.name) + self._facts.header
         corrects = handover is not None and not handover.reports_own_cache
         self._cache_report = None
@@ -260,7 +260,7 @@ class Words:
         """
         context, endpoint = self._context, place.endpoint
         call, trace = context.call, context.exchange.trace
-        served = endpoint.served_model or context.route.name
+        served = context.route.resolve_name(endpoint)
         if (
             role and call.salt
         ):  # the same in both legs: a decoder finds the KV under the prefiller's salt

@@ -18,7 +18,7 @@ LOOP = ("attempts.py", "attempts")
 # Calls that pick an endpoint, book a place, or do both for one attempt. Helpers that do so are
 # listed by name.
 CALLS = {
-    *("pick", "pick_over_cap", "_pick_alone", "_decide", "choose"),
+    *("pick", "pick_over_cap", "pick_longest", "_pick_alone", "_decide", "choose"),
     *("book", "reserve", "book_other_decode", "attempt", "attempts"),
 }
 METHODS_ONLY = {"reserve"}  # as a function it reserves memory for a body
