@@ -28,13 +28,12 @@ def unresolvable(
 ) -> dict[Path, str]:
     """Return why values of a text that was sent may not be resolved, by path. Raises ConfigError for what is no YAML.
 
-    known     the texts whose references are allowed
+    known     the texts whose references are allowed; empty for a gateway without a text
     with_key  the sender has shown admin.key. Without one, not only a reference must be known but the whole value, and
               the address that a key or password is sent to
     """
-    allowed: Known = frozenset(
-        fact for each in known for fact in _facts(written_values(each, file), with_key)
-    )
+    texts = [written_values(each, file) for each in known if each]
+    allowed: Known = frozenset(fact for each in texts for fact in _facts(each, with_key))
     sent = written_values(text, file)
     message = NEW_REFERENCE if with_key else NEW_ADDRESS
     return {
