@@ -42,11 +42,11 @@ HOT = (
     "split/words",
 )
 DECISIONS = (
-    *("admission", "appraisal", "dual", "fairness", "filters", "fingerprint", "fold", "foreign", "foresight"),
-    *("health", "held", "kalman", "latency", "ledger", "lengths", "lessons", "model", "outlook", "pacing", "paper"),
-    *("pickers", "prefix_index", "price", "prompt_lengths", "quota", "returns", "run", "rungs", "scorers", "sessions"),
-    "speed_record",
-    *("split", "timeline", "usage", "waiting"),
+    *("admission", "appraisal", "averages", "dual", "engine_load", "fairness", "filters", "fingerprint", "fold"),
+    *("foreign", "foresight", "health", "held", "kalman", "latency", "ledger", "lengths", "lessons", "load", "model"),
+    *("outlook", "pacing", "paper", "pickers", "prefix_index", "price", "prompt_lengths", "queued_prompt", "quota"),
+    *("returns", "run", "rungs", "scorers", "sessions", "speed_record", "split", "step_time", "timeline", "usage"),
+    "waiting",
 )
 DIALECTS = ("contract", "vllm_nixl")
 MODULES = (

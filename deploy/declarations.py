@@ -16,7 +16,7 @@ WORDS = {
     "policies.fold": """
 cimport cython
 cdef unsigned long long MASK
-@cython.locals(at=Py_ssize_t, block=Py_ssize_t, number=Py_ssize_t, total=cython.ulonglong, word=cython.ulonglong)
+@cython.locals(index=Py_ssize_t, block=Py_ssize_t, column=Py_ssize_t, total=cython.ulonglong, word=cython.ulonglong)
 cpdef chain(
     const unsigned long long[::1] words, const unsigned long long[::1] word_keys, const unsigned long long[::1] places,
     unsigned long long fold, unsigned long long mix, unsigned long long key, unsigned long long[::1] keys,
@@ -35,7 +35,7 @@ NUMBERS = {
 }
 """And what it is handed: made once, such a view costs more than the function does for a short prompt."""
 
-FLOATS = {"policies.price._Asked"}
+FLOATS = {"policies.price._RequestTerms"}
 """Classes that hold nothing else."""
 
 HAS_NO_C_FORM = (ast.AsyncFunctionDef, ast.FunctionDef, ast.GeneratorExp, ast.Lambda, ast.Yield, ast.YieldFrom)

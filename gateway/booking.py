@@ -18,7 +18,9 @@ from policies import ledger
 from policies.fingerprint import Fingerprint
 from policies.health import Event, State
 from policies.ledger import Entry
-from policies.model import EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Pick, Request
+from policies.stall import is_doubted
 
 
 class EvidenceSink(Protocol):
@@ -99,7 +101,7 @@ class Booking:
         """
         if self._awaited:
             live, now = self.live, monotonic()
-            live.speed.overtaken(self._awaited, step_tokens(live), now)
+            live.speed.overtaken(self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load))
             self._awaited = 0
 
     def doubt(self) -> None:

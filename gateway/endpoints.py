@@ -20,14 +20,15 @@ from gateway.outbox import Outbox
 from gateway.prefixes import Prefixes
 from gateway.roster import Adoption, LiveEndpoint, Moves, Roster
 from gateway.shared.news import News
-from gateway.speed_monitor import SUSPECT_CEILING, SpeedMonitor, describe, well_peer
+from gateway.speed_monitor import SpeedMonitor, describe, well_peer
 from gateway.upstream_error import MODEL_GONE, STOPPED, UpstreamBroke, evidence
 from gateway.watch.scrape import Reading
 from policies import health, ledger, saved_state, stall, warmup
 from policies.fingerprint import Fingerprint
 from policies.health import Event, Health, HealthLimits
 from policies.health import State as HealthState
-from policies.model import NO_CEILING, Ask, Candidate, EndpointLoad, Pick, Request, Role
+from policies.load import NO_CEILING, EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request, Role
 from policies.outlier import SlowLimits
 from policies.rungs import Keys
 from policies.speed_record import Verdict
@@ -407,7 +408,7 @@ class EndpointTable:
             log.warning("endpoint %s is as fast as its peers again", name)
             self._begin_slow_start(live, now)
             return
-        live.warm_from, live.load.ceiling = None, SUSPECT_CEILING
+        live.warm_from, live.load.ceiling = None, stall.SUSPECT_CEILING
         log.warning("endpoint %s is %s: %s", name, verdict, describe(slowness))
         if verdict is Verdict.SLOW:
             live.speed.restart()
@@ -426,9 +427,9 @@ class EndpointTable:
             live.load.ceiling, live.doubted_until = 0, monotonic() + stall.DOUBT_S
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Doubt the endpoints whose current prefill step takes too long, and return them."""
-        stalled = self.speeds.stalled(self._pools, self._by_slot, now)
-        for live in stalled:
+        """Return the endpoints whose current prefill step is late; doubt those that are very late."""
+        stalled, doubtful = self.speeds.stalled(self._pools, self._by_slot, now)
+        for live in doubtful:
             self.doubt(live)
         return stalled
 
@@ -439,7 +440,7 @@ class EndpointTable:
         is_reviewed = self.speeds.reviewed_at == now
         for live in self.all():
             if is_reviewed and live.load.ceiling == 0:
-                live.load.ceiling = SUSPECT_CEILING
+                live.load.ceiling = stall.SUSPECT_CEILING
             if live.doubted_until is not None and now >= live.doubted_until:
                 ceiling = live.load.ceiling = stall.raised_ceiling(live.load.ceiling)
                 live.doubted_until = None if ceiling == NO_CEILING else now + stall.RAMP_S

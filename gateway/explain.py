@@ -15,7 +15,8 @@ import msgspec
 from gateway.exchange import Exchange
 from gateway.told import Usage
 from policies.contract import Policy, Terms
-from policies.model import Ask, Candidate, EndpointLoad, Pick
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick
 
 Ended = tuple[Exchange, Usage, int, float]
 """An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""

@@ -22,7 +22,8 @@ from policies import admission, waiting
 from policies.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
 from policies.dual import PricedAdmission
 from policies.fairness import FairShares, charged_tokens
-from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request
 from policies.retry import RetryBudget, RetryLimits
 from policies.sessions import WorkingSet
 

@@ -22,9 +22,10 @@ from gateway.tls import Encryption
 from gateway.tls_clients import ClientContexts
 from gateway.upstream import Patience, Upstream
 from policies.health import Health, State
-from policies.latency import Belief, shape_for
-from policies.model import Candidate, Endpoint, EndpointLoad, Layout, Role
+from policies.load import EndpointLoad
+from policies.model import Candidate, Endpoint, Layout, Role
 from policies.speed_record import SpeedRecord
+from policies.step_time import Belief, shape_for
 
 log = logging.getLogger("penstock")
 

@@ -22,7 +22,6 @@ GLANCE_S = 0.05
 LATE_GLANCES = 3  # intervals between two calls above which the gateway itself was delayed
 GPU = "gpu"  # the endpoint label that declares its hardware
 MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
-SUSPECT_CEILING = 1  # requests at once for an endpoint that seems slow, while others have room
 IN_ROTATION = (State.UP, State.RETURNING)
 
 
@@ -69,25 +68,27 @@ class SpeedMonitor:
 
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
-    ) -> list[LiveEndpoint]:
-        """Return the endpoints to doubt: their prefill step takes much longer than at their peers.
+    ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
+        """Return the endpoints whose prefill step is much later than at their peers, and the
+        endpoints to doubt.
 
         Called every GLANCE_S. After a gap between two calls the gateway itself was delayed, and the
         age of a step proves nothing.
         """
         elapsed_s, self._glanced_at = now - self._glanced_at, now
         if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
-            return []
-        result: list[LiveEndpoint] = []
+            return [], []
+        late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
         for pool, candidates in pools.items():
             if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
-                rated = [live for each in candidates if _is_rated(live := by_slot[each.load.slot])]
-                stalled = self._expectations_of(pool).stalled(
-                    [_member(live) for live in rated], now
-                )
-                doubted = [live.load.ceiling <= SUSPECT_CEILING for live in rated]
-                result += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
-        return result
+                lives = [by_slot[candidate.load.slot] for candidate in candidates]
+                rated = [live for live in lives if _is_rated(live)]
+                members = [_member(live) for live in rated]
+                stalled = self._expectations_of(pool).stalled(members, now)
+                doubted = [stall.is_doubted(live.load) for live in rated]
+                late += [rated[index] for _, index in stalled]
+                doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
+        return late, doubtful
 
     def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
         """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""

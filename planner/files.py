@@ -1,4 +1,4 @@
-"""Files that commands write: whether they can be written is asked before any work is done. Nothing is written here."""
+"""Validation of output files before a command does its work. Nothing is written here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import typer
 
 
 def writable(path: Path | None) -> Path | None:
-    """Callback of an option that names a file to write. Raises typer.BadParameter when it could not be written."""
+    """Option callback: return the path if it can be written.
+
+    Raises typer.BadParameter otherwise.
+    """
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise typer.BadParameter(f"{path} cannot be written: is its directory there, and may you write in it?")
+        raise typer.BadParameter(
+            f"{path} cannot be written: check that its directory exists and is writable"
+        )
     return path

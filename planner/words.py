@@ -1,6 +1,8 @@
-"""Text with a known number of tokens: three-letter English words, a blank after each, 4 bytes and one token apiece.
+"""Text with a known number of tokens: three-letter English words and a space, 4 bytes and one token
+each.
 
-Equal keys give equal text on every machine, so prompts share a prefix exactly where a trace or a shape says so.
+Equal keys give equal text on every machine, so prompts share a prefix exactly where a trace or
+workload defines it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ _TABLE = tuple(word.encode() + b" " for word in _WORDS.split()) * 2
 
 
 def block(*key: object) -> str:
-    """The 512 tokens (2,048 bytes) that belong to a key, for ever."""
+    """Return the 512 tokens (2,048 bytes) that belong to a key."""
     digest = hashlib.shake_128(repr(key).encode()).digest(BLOCK_TOKENS)
     return b"".join(map(_TABLE.__getitem__, digest)).decode()
 
 
 def text(tokens: int, *key: object) -> str:
-    """`tokens` tokens that belong to a key; a longer text of the same key begins with a shorter one."""
+    """Return `tokens` tokens that belong to a key.
+
+    A longer text starts with the shorter ones of the same key.
+    """
     blocks = (block(*key, index) for index in range(-(-tokens // BLOCK_TOKENS)))
     return "".join(blocks)[: tokens * BYTES_PER_TOKEN]

@@ -1,8 +1,8 @@
-"""Admission: enter now, wait for room, or be refused at the door with an honest Retry-After.
+"""Admission: let a request enter, make it wait, or refuse it with an honest Retry-After.
 
-Lives here: the verdicts, what an admission is asked and told, the measured drain it quotes, and the plain cap. Not
-here: who waits (waiting.py), the price (dual.py), the session gate (sessions.py), what a refusal looks like on the wire
-(gateway/answer.py).
+Contains the verdicts, the Admission protocol, the drain rate it measures and the plain cap. Waiting
+is in wait_queue.py, the price in priced.py, the session gate in sessions.py, the HTTP form of a
+refusal in the gateway.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from policies.model import Ask, Candidate, Pick, Request
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """There is room now."""
+    """Enter now."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Stand in line for at most `timeout_s`."""
+    """Wait in the queue for at most `timeout_s`."""
 
     timeout_s: float
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """Refuse. `retry_after_s` is when room is expected, None if nothing has been measured to tell.
+    """Refuse. `retry_after_s` is when a place is expected; None if nothing was measured yet.
 
-    reason   a short label for logs and metrics (docs/admission.md lists them)
-    detail   the numbers behind it in words, for the client's error message
+    reason   short label for logs and metrics, listed in docs/admission.md
+    detail   the numbers behind it, for the client's error message
     """
 
     reason: str
@@ -43,13 +43,13 @@ ADMIT = Admit()
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a request that had entered ended: what admissions and stateful policies learn from. None: not known.
+    """How an admitted request ended: input of admissions and stateful policies. None means unknown.
 
     now            seconds on the policy clock
-    ttft_s         from its arrival at the gateway to its first token; None when none came
+    ttft_s         from arrival at the gateway to the first token; None if there was none
     tpot_s         mean seconds per further output token; None below two tokens
-    cached_tokens  prompt tokens that the engine says it found cached
-    ended          served; dropped (its fault or the fleet's: it failed or ran out of time); ignored (the client left)
+    cached_tokens  prompt tokens that the engine reported as cached
+    status         served; dropped (it failed or ran out of time); ignored (the client disconnected)
     """
 
     now: float
@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class WaitingRoom(msgspec.Struct, frozen=True):
-    """How many requests may wait for a pool, how long each, and from when on they may not be passed over."""
+    """Size of a pool's wait queue, maximum wait, and wait after which none may overtake."""
 
     size: int = 256
     timeout_s: float = 30.0
@@ -69,10 +69,12 @@ class WaitingRoom(msgspec.Struct, frozen=True):
 
 
 class DrainRate:
-    """Amounts finished per second, recent ones weighing most (decaying with `tau_s`). One owner.
+    """Completions per second, or completed work per second, as a mean that decays with `tau_s`.
 
-    An amount is 1 for a request, or its work in seconds. None before the second completion and after a silence so long
-    that nothing recent is left to measure by.
+    One owner.
+
+    None before the second completion, and after a silence so long that too little recent data is
+    left.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
@@ -85,7 +87,7 @@ class DrainRate:
         self._last = self._weight = self._presence = 0.0
 
     def completed(self, now: float, amount: float = 1.0) -> None:
-        """So much left at `now`, seconds on the caller's clock; never goes back."""
+        """Record that `amount` left at `now`, seconds on a clock that never goes back."""
         if self._began is None:
             self._began = now
         else:
@@ -95,10 +97,10 @@ class DrainRate:
         self._last = now
 
     def per_s(self, now: float) -> float | None:
-        """Amount per second around `now`.
+        """Return the amount per second around `now`, or None.
 
-        The decayed sum divided by the decayed time it was gathered in: unbiased from the first seconds on. The first
-        completion only starts the clock.
+        The decayed sum is divided by the decayed time it was gathered in, so it is unbiased from
+        the first seconds on. The first completion only starts the clock.
         """
         if self._began is None:
             return None
@@ -107,26 +109,29 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """How long until so much more has left, at the measured rate."""
+        """Return how long `amount` takes to leave at the measured rate, or None."""
         rate = self.per_s(now)
         return amount / rate if rate else None
 
 
 class AdmissionPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of an admission, all with defaults, and how to build it. Every build is live state of its own."""
+    """Parameters of an admission, all with defaults.
+
+    Each `build()` returns an independent admission.
+    """
 
     def build(self) -> Admission:
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
 class RoomView(Protocol):
-    """What an admission may see of the room it judges for.
+    """What an admission may see of the wait queue that calls it.
 
-    busy       requests holding a permit that weigh on available endpoints
-    capacity   how many the available endpoints may serve at once: the sum of their caps
-    waiting    requests in line; waiting_s: the prefill seconds of all of them
-    at_door    the question is a newcomer's; False: it is the head of the line's
-    drain      requests that left, per second
+    busy_permits    permits held on available endpoints
+    capacity        concurrent requests of all available endpoints: the sum of their caps
+    waiting         requests in the queue; waiting_s: their prefill seconds
+    is_new_arrival  True if the request has just arrived, False if it is at the head of the queue
+    drain_rate      requests that left, per second
     """
 
     @property
@@ -145,20 +150,23 @@ class RoomView(Protocol):
     def limits(self) -> WaitingRoom: ...
 
     def first(self, tenant: str) -> bool:
-        """Whether a newcomer of the tenant would be the next to go in."""
+        """Return whether a new request of this tenant would be the next to enter."""
         ...
 
     def ahead(self, tenant: str) -> float:
-        """How many would go in before a newcomer of the tenant."""
+        """Return how many requests would enter before a new one of this tenant."""
         ...
 
 
 class Admission(Protocol):
-    """Who may enter a pool. One live object per pool; pure: its only clock is `ask.now`, its only chance `ask.rng`.
+    """Decides which requests may enter a pool.
 
-    name           as in the registry (admissions.py)
-    calm           True while nobody needs to be judged as long as there is a free place: the fast path of the line
-    reads_beliefs  whether it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest
+    One object per pool; its only clock is `query.now`, its only chance `query.rng`.
+
+    name            its name in the registry
+    is_calm         True while every request may enter as long as a place is free: enables the
+                    queue's fast path
+    reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad
     """
 
     @property
@@ -170,69 +178,85 @@ class Admission(Protocol):
     @property
     def reads_beliefs(self) -> bool: ...
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        """The verdict on a newcomer, and again on the head of the line whenever it may go in."""
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        """Decide about a new request, or again about the head of the queue when it may enter."""
         ...
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        """It entered and its endpoint was picked."""
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Handle that an admitted request was booked at an endpoint."""
         ...
 
     def ended(self, request: Request, outcome: Outcome) -> None:
-        """One that was booked is over."""
+        """Handle that a booked request has ended."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Called about every 100 ms, and not necessarily while nothing happens."""
+        """Run periodic work. Called about every 100 ms, not necessarily while the pool is idle."""
         ...
 
 
 def capacity(candidates: Iterable[Candidate]) -> int:
-    """Requests that all available endpoints together may serve at once: the sum of their concurrency caps, less what
-    other gateways have there; at least an equal share of each, so that nobody is kept out by who came first."""
+    """Return how many requests this gateway may run at once on the available endpoints.
+
+    This is the sum of the concurrency caps minus what other gateways use, but at least an equal
+    share of each cap. A gateway that starts late is therefore not locked out.
+    """
     total = 0
     for candidate in candidates:
         load, cap = candidate.load, candidate.endpoint.max_concurrency
         if load.available:
-            others = load.others
-            total += max(cap - others.in_flight, cap // (len(others.shares) + 1)) if others.shares else cap
+            peer_load = load.others
+            total += (
+                max(cap - peer_load.in_flight, cap // (len(peer_load.shares) + 1))
+                if peer_load.shares
+                else cap
+            )
     return total
 
 
-def crowd(room: RoomView, expected_s: float | None) -> str:
-    """The numbers of a room in words: the tail of most refusals."""
-    told = f"{room.busy} of {room.capacity} places are taken and {room.waiting} requests wait"
-    return told if expected_s is None else f"{told}; a place is expected in {expected_s:.1f} s"
+def crowd(queue: RoomView, expected_s: float | None) -> str:
+    """Return the numbers of a wait queue as text: the tail of most refusals."""
+    text = f"{queue.busy} of {queue.capacity} places are taken and {queue.waiting} requests wait"
+    return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
 
 
 def no_capacity() -> Shed:
-    """Nobody is available, and nobody knows until when."""
+    """Refuse because no endpoint is available; when one will be is unknown."""
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
-def full(room: RoomView, now: float) -> Shed:
-    """The room's own verdict on one who may wait, when there is no chair left."""
-    expected_s = room.drain.seconds_for(room.waiting + 1, now)
-    return Shed("waiting_room_full", expected_s, f"The waiting room is full. {crowd(room, expected_s)}.")
+def full(queue: RoomView, now: float) -> Shed:
+    """Refuse because the wait queue is full."""
+    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
+    return Shed(
+        "waiting_room_full", expected_s, f"The waiting room is full. {crowd(queue, expected_s)}."
+    )
 
 
-def timed_out(room: RoomView, now: float) -> Shed:
-    """The verdict on one who waited its full time; it is not in `room.waiting` any more."""
-    expected_s = room.drain.seconds_for(room.waiting + 1, now)
-    return Shed("waited_too_long", expected_s, f"No endpoint became free in time. {crowd(room, expected_s)}.")
+def timed_out(queue: RoomView, now: float) -> Shed:
+    """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
+    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
+    return Shed(
+        "waited_too_long",
+        expected_s,
+        f"No endpoint became free in time. {crowd(queue, expected_s)}.",
+    )
 
 
-def past_deadline(room: RoomView, needed_s: float, left_s: float, expected_s: float | None) -> Shed:
-    """The verdict on one whose client will have given up before its first token: that is known, so it is told now."""
-    told = f"The client gives up in {max(0.0, left_s):.1f} s and the first token is expected in {needed_s:.1f} s"
-    return Shed("deadline", expected_s, f"{told}. {crowd(room, expected_s)}.")
+def past_deadline(
+    queue: RoomView, needed_s: float, left_s: float, expected_s: float | None
+) -> Shed:
+    """Refuse a request whose client will have given up before its first token."""
+    patience = f"The client gives up in {max(0.0, left_s):.1f} s"
+    text = f"{patience} and the first token is expected in {needed_s:.1f} s"
+    return Shed("deadline", expected_s, f"{text}. {crowd(queue, expected_s)}.")
 
 
 class Cap:
-    """Concurrency caps only: enter while there is a place, wait while there is a chair.
+    """Concurrency caps only: enter while a place is free, wait while the queue has room.
 
-    A newcomer who by the measured drain would only wait to time out, or past its client's deadline, is refused at once:
-    that is kinder and cheaper.
+    A new request that, at the measured drain rate, would time out or miss its client's deadline is
+    refused at once. An early refusal is better for the client than a late one.
     """
 
     __slots__ = ("calm", "name", "reads_beliefs")
@@ -242,34 +266,38 @@ class Cap:
         self.calm = True
         self.reads_beliefs = False
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if room.busy < room.capacity and not (room.at_door and room.waiting):
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if queue.busy < queue.capacity and not (queue.at_door and queue.waiting):
             return ADMIT
-        if not room.at_door:
-            return Wait(room.limits.timeout_s)
-        if room.capacity <= 0:
+        if not queue.at_door:
+            return Wait(queue.limits.timeout_s)
+        if queue.capacity <= 0:
             return no_capacity()
-        expected_s = room.drain.seconds_for(room.ahead(ask.request.tenant) + 1, ask.now)
-        if expected_s is not None and expected_s > room.limits.timeout_s:
-            told = "The wait would be longer than the waiting room allows"
-            return Shed("too_slow", expected_s, f"{told}. {crowd(room, expected_s)}.")
-        deadline_s = ask.request.deadline_s
-        if expected_s is not None and deadline_s is not None and ask.now + expected_s > deadline_s:
-            return past_deadline(room, expected_s, deadline_s - ask.now, expected_s)
-        return Wait(room.limits.timeout_s)
+        expected_s = queue.drain.seconds_for(queue.ahead(query.request.tenant) + 1, query.now)
+        if expected_s is not None and expected_s > queue.limits.timeout_s:
+            text = "The wait would be longer than the waiting room allows"
+            return Shed("too_slow", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+        deadline_s = query.request.deadline_s
+        if (
+            expected_s is not None
+            and deadline_s is not None
+            and query.now + expected_s > deadline_s
+        ):
+            return past_deadline(queue, expected_s, deadline_s - query.now, expected_s)
+        return Wait(queue.limits.timeout_s)
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        """A cap counts places, which the room does."""
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """No-op: the wait queue counts the places."""
 
     def ended(self, request: Request, outcome: Outcome) -> None:
-        """A cap learns nothing."""
+        """No-op: a cap learns nothing."""
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """A cap has no clockwork."""
+        """No-op: a cap has no periodic work."""
 
 
 class Open(Cap):
-    """Everybody enters while anybody serves: for comparison, and for engines that shed by themselves."""
+    """Admit every request while an endpoint is available, for engines that shed load."""
 
     __slots__ = ()
 
@@ -278,5 +306,5 @@ class Open(Cap):
         self.name = "none"
         self.calm = False
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        return ADMIT if room.capacity > 0 else no_capacity()
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        return ADMIT if queue.capacity > 0 else no_capacity()

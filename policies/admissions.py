@@ -1,6 +1,6 @@
-"""Admissions by name: what a configuration may say, and the typed parameters that go with it.
+"""Admission policies by name, with their typed parameters.
 
-A new admission is a struct with `build()` beside its rule and one line here.
+A new admission policy is a struct with `build()` next to its rule, and one line here.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from policies.registry import PolicyConfigError, checked, near
 
 
 class OpenPreset(AdmissionPreset, frozen=True):
-    """Everybody enters while anybody serves."""
+    """Parameters of `none`: admit every request while an endpoint is available."""
 
     def build(self) -> Admission:
         return Open()
 
 
 class CapPreset(AdmissionPreset, frozen=True):
-    """Concurrency caps and the waiting room."""
+    """Parameters of `cap`: concurrency caps and a wait queue."""
 
     def build(self) -> Admission:
         return Cap()
 
 
-_KNOWN: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
+_ADMISSIONS: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
     {
         "none": OpenPreset,
         "cap": CapPreset,
@@ -43,21 +43,26 @@ _KNOWN: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
 )
 
 DEFAULT = "cap"
-"""Of a pool that names none."""
+"""The admission policy of a pool that names none."""
 
 
 def names() -> tuple[str, ...]:
-    """Every admission name that a configuration may use."""
-    return tuple(_KNOWN)
+    """Return every admission name a configuration may use."""
+    return tuple(_ADMISSIONS)
 
 
 def params_type(name: str) -> type[AdmissionPreset]:
-    """The msgspec.Struct of an admission's parameters. Raises PolicyConfigError for an unknown name."""
-    if name not in _KNOWN:
-        raise PolicyConfigError(f"unknown admission {name!r}{near(name, names())}; known: {', '.join(names())}")
-    return _KNOWN[name]
+    """Return the parameter struct of an admission. Raises PolicyConfigError for an unknown name."""
+    if name not in _ADMISSIONS:
+        raise PolicyConfigError(
+            f"unknown admission {name!r}{near(name, names())}; known: {', '.join(names())}"
+        )
+    return _ADMISSIONS[name]
 
 
 def build_admission(name: str, params: Mapping[str, object]) -> Admission:
-    """A new live admission from plain parameters, for one pool. Raises PolicyConfigError naming what is wrong."""
+    """Build the admission of one pool from plain parameters.
+
+    Raises PolicyConfigError that names the problem.
+    """
     return checked(name, params_type(name), params).build()

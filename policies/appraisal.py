@@ -1,6 +1,7 @@
-"""What a request would cost and how soon its first token could come: one look over the candidates.
+"""Cost of a request and its earliest first token, from one pass over the candidates.
 
-Read from the outlook of EndpointLoad (written by ledger.py). Not here: who is picked, or whether it may enter.
+Reads the forecast of EndpointLoad. Which endpoint is picked and whether the request may enter is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from policies.model import Ask, Candidate
 
 
 class Appraisal(msgspec.Struct, frozen=True):
-    """One request against the candidates of the moment, times in seconds.
+    """Estimate for one request over the current candidates, times in seconds.
 
-    ttft_s         from now to the first token where that is soonest, queue included; inf with nobody available
-    queue_s        the mean queue over all of them; count: how many they are
-    prefill_s      computing the prompt where least of it is missing, without any queue
-    decode_s       what its decoding takes of an engine: share of KV memory times residence, or of the steps if more
-    cached_tokens  the most of the prompt that any candidate is believed to hold
+    ttft_s         from now to the first token where that is earliest, queue included; inf if none
+                   is available
+    queue_s        mean queue over all candidates; count: their number
+    prefill_s      time to compute the prompt where the least of it is missing, without any queue
+    decode_s       engine time of its decoding: share of KV memory times residence, or share of the
+                   steps if more
+    cached_tokens  the most prompt tokens that any candidate is believed to have cached
     """
 
     ttft_s: float
@@ -32,43 +35,43 @@ class Appraisal(msgspec.Struct, frozen=True):
 
     @property
     def work_s(self) -> float:
-        """Seconds of one TP group that serving it is expected to take."""
+        """Seconds of one TP group that serving the request should take."""
         return self.prefill_s + self.decode_s
 
 
-def left_s(ask: Ask) -> float:
-    """Seconds left of the request's TTFT budget; negative when it is late already."""
-    return (ask.request.arrived_s or ask.now) + ask.request.slo.ttft_s - ask.now
+def left_s(query: Ask) -> float:
+    """Return the seconds left of the request's TTFT budget; negative if it is late."""
+    return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
 
 
-def appraise(ask: Ask, candidates: Sequence[Candidate]) -> Appraisal:
-    """Appraise the request over the available candidates. O(candidates), about half a microsecond each."""
-    request, cached, now = ask.request, ask.cached, ask.now
-    prompt, known = request.prompt_tokens, len(ask.cached)
-    soonest = least = inf
-    queues, most, count, best = 0.0, 0, 0, None
+def appraise(query: Ask, candidates: Sequence[Candidate]) -> Appraisal:
+    """Estimate the request's cost over the available candidates. O(candidates)."""
+    request, cached, now = query.request, query.cached, query.now
+    prompt, slots = request.prompt_tokens, len(query.cached)
+    earliest = cheapest = inf
+    queues, most_cached, count, best = 0.0, 0, 0, None
     for candidate in candidates:
         load = candidate.load
         if not load.available:
             continue
-        held = cached[load.slot] if load.slot < known else 0
-        missing = prompt - held if held < prompt else 1
-        alone = load.fixed_s + missing * (load.token_s + load.pair_s * (held + missing / 2))
+        cached_here = cached[load.slot] if load.slot < slots else 0
+        missing = prompt - cached_here if cached_here < prompt else 1
+        own_s = load.fixed_s + missing * (load.token_s + load.pair_s * (cached_here + missing / 2))
         count += 1
         backlog = load.ready_at - now
         if backlog > 0.0:
             queues += backlog
         else:
             backlog = 0.0
-        if backlog + alone < soonest:
-            soonest = backlog + alone
-        if alone < least:
-            least, best = alone, load
-        if held > most:
-            most = held
+        if backlog + own_s < earliest:
+            earliest = backlog + own_s
+        if own_s < cheapest:
+            cheapest, best = own_s, load
+        if cached_here > most_cached:
+            most_cached = cached_here
     if best is None:
         return Appraisal(inf, inf, 0.0, 0.0, 0, 0)
     output, context = request.output_tokens, prompt + request.output_tokens / 2
     steps = output * (best.sequence_s + best.context_s * context)
     memory = output * best.step_s * context / best.kv_tokens if best.kv_tokens else 0.0
-    return Appraisal(soonest, queues / count, least, max(steps, memory), most, count)
+    return Appraisal(earliest, queues / count, cheapest, max(steps, memory), most_cached, count)

@@ -1,6 +1,6 @@
-"""What numbers a parameter may be: a configuration that says another is refused, with the parameter's name and place.
+"""Numeric types of parameters: values outside their range are refused with the parameter's name.
 
-Types for the parameters' structs. Not a number and infinity fall outside of all of them.
+NaN and infinity are outside every range.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from typing import Annotated
 
 from msgspec import Meta
 
+# Wide enough for every use, and products of two such numbers stay finite.
 LEAST, MOST = 1e-9, 1e9
-"""Wide enough for every use, and what is made of two of them is still a number."""
 
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
-"""A weight, or a quantity that may be none: seconds, tokens, requests."""
+"""A weight, or a quantity that may be zero: seconds, tokens, requests."""
 
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
-"""A quantity that others are counted in."""
+"""A quantity above zero."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""A part of a whole."""
+"""A fraction of a whole, 0 to 1."""
 
 Exponent = Annotated[float, Meta(ge=0, le=100)]
-"""A power, or how steep an exponential is: a hundred is a cliff already, and more overflows."""
+"""An exponent. 100 is steep enough to act as a step, and larger ones overflow."""
 
 Factor = Annotated[float, Meta(ge=1, le=1e3)]
-"""So many times as much, never less."""
+"""A multiple of at least 1."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
-"""How many, and none will do."""
+"""A count that may be zero."""
 
 Number = Annotated[int, Meta(ge=1, le=1 << 31)]
-"""How many, at least one."""
+"""A count of at least one."""

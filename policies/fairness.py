@@ -1,8 +1,10 @@
-"""Weighted token fairness: a virtual counter per tenant, charged with the work it gets. Whose counter is least is next.
+"""Weighted token fairness: a virtual counter per tenant, charged with its work.
 
-Start-time fair queueing (Goyal et al. 1996) in tokens, as VTC (Sheng et al., OSDI 2024) and DLPM charge them: prompt
-tokens that are computed, not those found cached, and output tokens. Not here: who waits, and in which order within a
-tenant (waiting.py).
+The lowest counter is served next.
+
+Start-time fair queueing (Goyal et al. 1996) in tokens, charged like VTC (Sheng et al., OSDI 2024)
+and DLPM: prompt tokens that are computed, not cached ones, and output tokens. The queue itself is
+in wait_queue.py.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from policies.bounds import Number, Positive
 from policies.model import Request
 
 FORGIVEN = 1e-3
-"""A debt below so many tokens is none: the tenant need not be remembered."""
+"""A debt below this many tokens is treated as zero, so that the tenant can be dropped."""
 
 FADE_EVERY_S = 1.0
 
 
 class FairShares(msgspec.Struct, frozen=True):
-    """Who may get how much of a contended pool.
+    """How a contended pool is shared between tenants.
 
-    weights     share of a tenant in relation to others; 1 for those not named
-    calm_s      time constant by which use is forgiven while nobody has to wait: it took nothing from anybody
-    remembered  tenants with a debt remembered at most
+    weights     relative weight of a tenant; 1 for those not listed
+    calm_s      time constant of the decay of past usage while no request waits, since it delayed no
+                other tenant
+    remembered  maximum number of tenants with a debt
     """
 
     weights: Mapping[str, Positive] = {}
@@ -37,8 +40,8 @@ class FairShares(msgspec.Struct, frozen=True):
 class Counters:
     """The virtual counters, in tokens per unit of weight. One owner.
 
-    floor  the counter of whoever was served last: the pool's virtual time, never going back. One who was away starts
-           there, so that idleness saves nothing up; one who is ahead of it owes the difference.
+    floor  the counter that was served last: the pool's virtual time, which never goes back. An idle
+           tenant restarts at it and so saves nothing up; a tenant above it owes the difference
     """
 
     __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
@@ -53,7 +56,7 @@ class Counters:
         return len(self._ahead)
 
     def share(self, shares: FairShares) -> None:
-        """From now on these weights; what was charged stays charged."""
+        """Use these weights from now on; charges are kept."""
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
@@ -63,7 +66,7 @@ class Counters:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
-        """The tenant's counter after so many tokens of work; negative: so many were charged wrongly."""
+        """Charge the tenant for work and return its counter; negative tokens are a refund."""
         counter = max(self.floor, self.of(tenant) + tokens / self.weight(tenant))
         if counter <= self.floor + FORGIVEN:
             self._ahead.pop(tenant, None)
@@ -74,30 +77,43 @@ class Counters:
         return counter
 
     def served(self, counter: float) -> None:
-        """The turn has come of one who had this counter, the least of all who wait: virtual time moves there."""
+        """Advance virtual time to the counter served now, which is the lowest of all waiting
+        tenants.
+        """
         self.floor = max(self.floor, counter)
 
     def fade(self, now: float) -> None:
-        """Nobody waits now: what was used fades with time. To be called now and then, and before somebody waits."""
+        """Let past usage decay while no request waits.
+
+        Call it regularly, and before a request starts to wait.
+        """
         if self._faded_at is None:
             self._faded_at = now
         elif now - self._faded_at >= FADE_EVERY_S:
-            kept, self._faded_at = exp((self._faded_at - now) / self._shares.calm_s), now
-            debts = {tenant: (counter - self.floor) * kept for tenant, counter in self._ahead.items()}
-            self._ahead = {tenant: self.floor + debt for tenant, debt in debts.items() if debt > FORGIVEN}
+            decay, self._faded_at = exp((self._faded_at - now) / self._shares.calm_s), now
+            debts = {
+                tenant: (counter - self.floor) * decay for tenant, counter in self._ahead.items()
+            }
+            self._ahead = {
+                tenant: self.floor + debt for tenant, debt in debts.items() if debt > FORGIVEN
+            }
 
     def contended(self) -> None:
-        """Somebody waits: from here on every token counts until `fade` is called again."""
+        """Stop the decay because a request waits; `fade` starts it again."""
         self._faded_at = None
 
     def _prune(self) -> None:
-        """Forget who owes nothing any more; if that is not enough, the half that owes least."""
-        self._ahead = {tenant: counter for tenant, counter in self._ahead.items() if counter > self.floor + FORGIVEN}
+        """Drop tenants without a debt; if too many remain, drop the half with the lowest debts."""
+        self._ahead = {
+            tenant: counter
+            for tenant, counter in self._ahead.items()
+            if counter > self.floor + FORGIVEN
+        }
         if len(self._ahead) > self._shares.remembered:
             debtors = sorted(self._ahead.items(), key=lambda item: item[1], reverse=True)
             self._ahead = dict(debtors[: self._shares.remembered // 2])
 
 
 def charged_tokens(request: Request, cached_tokens: int) -> int:
-    """What serving the request costs its tenant: prompt tokens to compute and output tokens expected."""
+    """Return the cost of a request to its tenant: uncached prompt plus expected output tokens."""
     return max(0, request.prompt_tokens - cached_tokens) + request.output_tokens

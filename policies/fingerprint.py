@@ -1,31 +1,32 @@
-"""Fingerprint: a prompt as a chain of block keys, so that equal beginnings give equal keys.
+"""Fingerprints: a prompt as a chain of block keys, so that equal prefixes have equal keys.
 
-Lives here: the keyed arithmetic from bytes or token ids to keys. Not here: who holds which block (prefix_index.py),
-or what counts as the prompt and what as the salt (the gateway decides: tools, template arguments and messages are
-parts; tenant, model and LoRA are salt).
+Contains the keyed hashing from bytes to keys. Which endpoint holds a block is in prefix_index.py.
+What belongs to the prompt and what to the salt is the gateway's choice: tools, template arguments
+and messages are parts; tenant, model and LoRA are salt.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from policies import fold
 from policies.rungs import MAX_BLOCKS, Keys, rungs
 
-_SEEDS_KEPT = 1024
+_MAX_SEEDS = 1024
 
 
 class Fingerprint:
     """The block keys of one prompt.
 
-    keys         uint64, one per whole block; keys[i] stands for everything from the first byte to the end of block i
-    rungs        those of them that an index has entries for (rungs.py)
-    block_bytes  bytes per block
-    n_bytes      bytes of the prompt, the ragged end included (it has no key)
+    keys          uint64, one per whole block; keys[i] stands for everything from the first byte to
+                  the end of block i
+    sampled_keys  the keys that an index has entries for (sampled_keys.py)
+    block_bytes   bytes per block
+    n_bytes       bytes of the prompt, including the last partial block, which has no key
     """
 
     __slots__ = ("block_bytes", "keys", "n_bytes", "rungs")
@@ -41,64 +42,65 @@ class Fingerprint:
 
 
 class Fingerprinter:
-    """Turns prompts into fingerprints under one secret. One per process; not to be shared between threads.
+    """Computes fingerprints under one secret. One per process; not thread-safe.
 
     The arithmetic, from the inside out (all modulo 2**64, all over whole arrays):
 
-    1. Fold. Every 8-byte word is multiplied by a secret odd number and its upper half is xored onto its lower half.
-       Both steps can be undone, so different words stay different; afterwards a difference that sat only in the top
-       bits (the case of one letter) has reached the lower half. Step 2 needs that: a product modulo 2**64 loses as
-       many bits of the key as its other factor has trailing zeros.
-    2. Sum. A block's hash is the sum of its words, each times a secret odd number of its own (multilinear hashing,
-       Carter & Wegman 1979; Lemire & Kaser 2014). Two different blocks given beforehand agree with a probability
-       near 2**-63, and whatever their pattern, below about 2**-31, over the choice of the secret.
-    3. Mix. A secret number for the block's place is added (blocks in another order are another prompt), the halves
-       are xored and multiplied once more, so that hashes no longer add up the way words do.
-    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number drawn from the salt. A sum that only grows at
-       its end is a prefix law: two prompts equal up to block i have equal keys up to i, and from the first block
-       that differs on, every key differs. numpy does all sums at once.
+    1. Fold. Every 8-byte word is multiplied by a secret odd number, and its upper half is xored
+    into its lower half. Both steps are invertible, so different words stay different. Afterwards a
+    difference in the top bits only (the case of a letter) has reached the lower half. Step 2 needs
+    that: a product modulo 2**64 loses as many bits of the key as its other factor has trailing
+    zeros.
+    2. Sum. A block's hash is the sum of its words, each times its own secret odd number
+    (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the secret,
+    two different given blocks agree with a probability near 2**-63, and for any pattern below about
+    2**-31.
+    3. Mix. A secret number for the block's position is added (reordered blocks are another prompt),
+    then the halves are xored and multiplied once more, so that hashes no longer add up like words.
+    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the salt. Two
+    prompts equal up to block i therefore have equal keys up to i, and from the first different
+    block on all keys differ. numpy computes all sums at once.
 
-    Why keyed: a client who could predict keys could craft two prompts with one key and make the router believe that
-    an endpoint holds what it does not ("index poisoning"). The index stays advisory all the same: a wrong belief
-    costs a slower first token, never a wrong answer.
+    Why keyed: a client who could predict keys could craft two prompts with one key, and make the
+    router believe that an endpoint has cached what it has not ("index poisoning"). The index is
+    only a hint in any case: a wrong one costs a slower first token, never a wrong answer.
 
-    `secret` is at least 16 random bytes, drawn anew by every process that does not share its index.
+    `secret` has at least 16 random bytes; every process that does not share its index draws its
+    own. Raises ValueError for a shorter secret or an invalid block size.
     """
 
     __slots__ = ("_arithmetic", "_salt_key", "_seeds", "block_bytes")
 
     def __init__(self, secret: bytes, block_bytes: int = 512) -> None:
         if len(secret) < 16:
-            raise ValueError(f"a fingerprint secret has at least 16 bytes, not {len(secret)}")
+            raise ValueError(f"a fingerprint secret needs at least 16 bytes, not {len(secret)}")
         if block_bytes < 8 or block_bytes % 8:
-            raise ValueError(f"block_bytes is a positive multiple of 8, not {block_bytes}")
+            raise ValueError(f"block_bytes must be a positive multiple of 8, not {block_bytes}")
         self.block_bytes = block_bytes
         self._salt_key = hashlib.blake2b(secret, person=b"penstock-salt").digest()
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
         self._arithmetic = fold.BEST(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
-        self._seeds: dict[tuple[bytes, bytes], int] = {}
+        self._seeds: dict[bytes, int] = {}
 
     def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
-        """The fingerprint of the parts laid end to end; where one part ends and the next begins does not matter.
+        """Return the fingerprint of the concatenated parts; where one part ends does not matter.
 
-        One contiguous part is read in place; several are joined once.
+        A single contiguous part is read in place; several are joined once.
         """
-        return self._chain(self._seed(b"text", salt), parts[0] if len(parts) == 1 else b"".join(parts))
+        return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def of_tokens(self, salt: bytes, ids: Iterable[int]) -> Fingerprint:
-        """The fingerprint of token ids, four bytes each. Raises OverflowError or TypeError for what is no token id."""
-        return self._chain(self._seed(b"ids", salt), memoryview(array("I", ids)).cast("B"))
-
-    def _seed(self, kind: bytes, salt: bytes) -> int:
-        """The number a chain begins with; remembered, for tenants and models are few and come again."""
-        seed = self._seeds.get((kind, salt))
+    def _seed(self, salt: bytes) -> int:
+        """Return the number a chain begins with, from a cache: tenants and models are few."""
+        seed = self._seeds.get(salt)
         if seed is None:
-            digest = hashlib.blake2b(salt, digest_size=8, key=self._salt_key, person=kind).digest()
-            if len(self._seeds) >= _SEEDS_KEPT:
+            digest = hashlib.blake2b(
+                salt, digest_size=8, key=self._salt_key, person=b"text"
+            ).digest()
+            if len(self._seeds) >= _MAX_SEEDS:
                 self._seeds.clear()
-            seed = self._seeds[kind, salt] = int.from_bytes(digest, "little")
+            seed = self._seeds[salt] = int.from_bytes(digest, "little")
         return seed
 
     def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
@@ -108,16 +110,16 @@ class Fingerprinter:
 
 
 def _secret_numbers(secret: bytes, count: int) -> fold.Numbers:
-    """`count` independent 64-bit numbers stretched from the secret."""
+    """Derive `count` independent 64-bit numbers from the secret."""
     stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
     return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
 
 
 def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
-    """The fingerprint of a prompt of which only the chained ids of its whole blocks are known, as in recorded traffic.
+    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
 
-    Keys are the ids spread over 64 bits (splitmix64's finish), for the index sorts its entries by their low bits. Not
-    for prompts of clients: whoever knows the ids knows the keys.
+    Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
+    entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
     """
     keys = np.array(ids, np.uint64)
     keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
@@ -129,9 +131,10 @@ def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) 
 
 
 def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
-    """Chained ids of the prompt's blocks of that size (at least the fingerprint's own), for a log: 48 bits of a key.
+    """Return the upper 48 bits of the keys of blocks of `bytes_each`, for a log.
 
-    They say which prompts of one process begin alike and how far, and nothing else: keys are made under its secret.
+    Blocks are at least as large as the fingerprint's own. The ids show which prompts of one process
+    share a prefix, and nothing else, because the keys depend on its secret.
     """
     step = max(1, bytes_each // fingerprint.block_bytes)
     return [key >> 16 for key in fingerprint.keys[step - 1 :: step]]

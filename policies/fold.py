@@ -1,9 +1,9 @@
 # cython: boundscheck=False, wraparound=False
-"""From bytes to block keys: the arithmetic of fingerprints, once for whole arrays and once word by word.
+"""The arithmetic of fingerprints, from bytes to block keys: once with numpy, once word by word.
 
-Both give the same keys. numpy is what makes Python quick at this, but a dozen of its calls run through so much code
-that a request finds little of it in the processor's caches, and pays several times what a tight loop shows. So the
-compiled gateway goes word by word, a short loop in C. Not here: what is secret, and why (fingerprint.py).
+Both give the same keys. numpy is fast in pure Python, but its calls run through much code, which is
+cold in the processor's caches for most requests. The compiled gateway therefore uses the short word
+loop. Secrets are explained in fingerprint.py.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Numbers = npt.NDArray[np.uint64]
 MASK = 0xFFFFFFFFFFFFFFFF
 
 _SLAB_BLOCKS = 256
-_FEW_BLOCKS = 64  # up to here a plain product costs less than einsum's preparations
-_HALF = np.array(32, np.uint64)  # no dimensions: numpy takes such an array in half the time of a scalar
+_FEW_BLOCKS = 64  # up to this size a plain product is cheaper than einsum
+_HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy than scalars
 
 
 class Arithmetic(Protocol):
-    """Made of secret numbers: one for each word of a block, one for each place of a block, one to fold, one to mix."""
+    """Computes chained keys; its secrets are per word, per block, for folding and mixing."""
 
     def __init__(self, word_keys: Numbers, places: Numbers, fold: int, mix: int) -> None: ...
 
     def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
-        """The keys ("Q") of the first `blocks` blocks of the data, which is at least as long."""
+        """Return the keys ("Q") of the first `blocks` blocks of the data."""
         ...
 
 
 class WholeArrays:
-    """Each step over all words or all blocks at once."""
+    """Each step runs over all words or all blocks at once."""
 
     __slots__ = ("_fold", "_folded", "_mix", "_places", "_upper", "_word_keys")
 
@@ -46,7 +46,9 @@ class WholeArrays:
 
     def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
         words = len(self._word_keys)
-        keys = self._block_hashes(np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words))
+        keys = self._block_hashes(
+            np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words)
+        )
         np.add(keys, self._places[:blocks], keys)
         np.bitwise_xor(keys, np.right_shift(keys, _HALF), keys)
         np.multiply(keys, self._mix, keys)
@@ -55,10 +57,15 @@ class WholeArrays:
         return array("Q", keys.tobytes())
 
     def _block_hashes(self, words: Numbers) -> Numbers:
-        """Fold and sum, a slab at a time so that intermediate arrays stay in the processor's cache."""
+        """Fold and sum in slabs, so that intermediate arrays stay in the processor's cache."""
         if len(words) <= _SLAB_BLOCKS:
             return self._slab(words)
-        return np.concatenate([self._slab(words[at : at + _SLAB_BLOCKS]) for at in range(0, len(words), _SLAB_BLOCKS)])
+        return np.concatenate(
+            [
+                self._slab(words[offset : offset + _SLAB_BLOCKS])
+                for offset in range(0, len(words), _SLAB_BLOCKS)
+            ]
+        )
 
     def _slab(self, words: Numbers) -> Numbers:
         folded, upper = self._folded[: len(words)], self._upper[: len(words)]
@@ -66,17 +73,22 @@ class WholeArrays:
         np.right_shift(folded, _HALF, upper)
         np.bitwise_xor(folded, upper, folded)
         few = len(words) <= _FEW_BLOCKS
-        sums: Numbers = folded.dot(self._word_keys) if few else np.einsum("ij,j->i", folded, self._word_keys)
+        sums: Numbers = (
+            folded.dot(self._word_keys) if few else np.einsum("ij,j->i", folded, self._word_keys)
+        )
         return sums
 
 
 class WordByWord:
-    """One word after the other: for where that is compiled."""
+    """One word after the other, for the compiled module."""
 
     __slots__ = ("_fold", "_mix", "_places", "_word_keys")
 
     def __init__(self, word_keys: Numbers, places: Numbers, fold: int, mix: int) -> None:
-        self._word_keys, self._places = array("Q", word_keys.tobytes()), array("Q", places.tobytes())
+        self._word_keys, self._places = (
+            array("Q", word_keys.tobytes()),
+            array("Q", places.tobytes()),
+        )
         self._fold, self._mix = fold, mix
 
     def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
@@ -86,17 +98,17 @@ class WordByWord:
         return keys
 
 
-def chain(  # type: ignore[no-untyped-def] # its arguments are buffers of machine words where it is compiled (deploy/declarations.py)
+def chain(  # type: ignore[no-untyped-def]
     words, word_keys, places, fold, mix, key, keys
 ) -> None:
     """Fold, sum, mix and chain (fingerprint.py) into `keys`, modulo 2**64."""
-    at = 0
+    index = 0
     for block in range(len(keys)):
         total = 0
-        for number in range(len(word_keys)):
-            word = words[at] * fold & MASK
-            total = total + (word ^ word >> 32) * word_keys[number] & MASK
-            at += 1
+        for column in range(len(word_keys)):
+            word = words[index] * fold & MASK
+            total = total + (word ^ word >> 32) * word_keys[column] & MASK
+            index += 1
         total = total + places[block] & MASK
         key = key + (total ^ total >> 32) * mix & MASK
         keys[block] = key

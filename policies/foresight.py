@@ -1,13 +1,13 @@
-"""When one prompt's first token will come: the engine on paper played on from now, step by step, up to that step.
+"""Prediction of one prompt's first token: simulates the engine model from now on, step by step.
 
-Lives here: the play, on copies of a few numbers, and what is expected to arrive meanwhile. Not here: the engine on
-paper (paper.py), what every newcomer is told in plain floats (outlook.py).
+The simulation runs on copies of a few numbers. It is used once per booking; candidates are compared
+by the cheaper latency.ttft_s, whose error is larger.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from math import ceil, exp
+from math import ceil
 from typing import TYPE_CHECKING
 
 from policies import latency
@@ -15,44 +15,23 @@ from policies import latency
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from policies.model import EndpointLoad
-    from policies.paper import Prompt
+    from policies.engine_load import EngineLoad
+    from policies.queued_prompt import Prompt
     from policies.timeline import Timeline
 
-ARRIVALS_S = 20.0  # over how long arrivals are averaged
-BEHIND = 0.7  # of what usually arrives, what is sent behind a prompt that waits: routing sends some elsewhere
-UNLIKELY = 0.5  # of the prompts expected in the mean, what is left out: most prompts meet fewer than the mean
-LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts in that average, and seconds, for it to tell anything
-MOST_STEPS = 64  # of an engine that are played: behind a longer queue the outlook tells enough, at no cost
-UNSURE = 0.012  # of an engine's KV: a prompt that lacks less than is known of it is taken to have room
-GOLDEN = 0.618034  # its multiples, less whole ones, are spread evenly between 0 and 1
-
-
-class Arrivals:
-    """What has been sent to an endpoint lately, over ARRIVALS_S: prompts, their tokens to compute, and in what time."""
-
-    __slots__ = ("at", "prompts", "seconds", "tokens")
-
-    def __init__(self, now: float) -> None:
-        self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
-
-    def came(self, tokens: int, now: float) -> None:
-        """One more prompt."""
-        kept = exp((self.at - now) / ARRIVALS_S)
-        self.at, self.seconds = now, self.seconds * kept + ARRIVALS_S * (1.0 - kept)
-        self.prompts, self.tokens = self.prompts * kept + 1.0, self.tokens * kept + tokens
-
-    def behind(self, seconds: float) -> float:
-        """Prompt tokens that will be sent within so many seconds behind a prompt that waits; nearer the median than the
-        mean, for a few prompts meet many."""
-        if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
-            return 0.0
-        prompts = BEHIND * seconds * self.prompts / self.seconds - UNLIKELY
-        return prompts * self.tokens / self.prompts if prompts > 0.0 else 0.0
+# longest simulated queue in steps; for a longer one latency.ttft_s is accurate enough
+MOST_STEPS = 64
+# share of KV: a prompt that misses less than this is assumed to have room, within the accuracy of
+# the model
+UNSURE = 0.012
+GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread over 0 to 1
 
 
 class Piece:
-    """What is left of one prompt, to be computed in the play. `needs`: KV that must be free before it begins."""
+    """The uncomputed rest of a prompt in the simulation.
+
+    `needs`: KV that must be free before it begins.
+    """
 
     __slots__ = ("at", "enters", "left", "needs", "prompt")
 
@@ -62,18 +41,29 @@ class Piece:
 
 
 class Play:
-    """One engine played on.
+    """Simulation of one engine.
 
-    clock, steps    when its next step begins, on the policy clock, and how many there were
-    batch, context  sequences that decode, and their context; kv_free  KV tokens that nobody holds
-    waited          prompts that had entered waited for KV
-    ends            answers under way, the next to end last: step, KV and context it gives back, sequences; None until
-                    somebody has to wait for KV, and all are taken to go on
+    clock, steps    begin of the next step on the policy clock; steps simulated so far
+    batch, context  decoding sequences and their context; kv_free: KV tokens not in use
+    waited          a prompt that had entered has waited for KV
+    ends            running answers, the next to end last: (step, KV freed, context, sequences).
+                    None until a prompt must wait for KV; until then no answer is assumed to end
     """
 
-    __slots__ = ("batch", "clock", "context", "ends", "kv_free", "load", "queue", "steps", "timeline", "waited")
+    __slots__ = (
+        "batch",
+        "clock",
+        "context",
+        "ends",
+        "kv_free",
+        "load",
+        "queue",
+        "steps",
+        "timeline",
+        "waited",
+    )
 
-    def __init__(self, timeline: Timeline, load: EndpointLoad, now: float) -> None:
+    def __init__(self, timeline: Timeline, load: EngineLoad, now: float) -> None:
         others = load.others
         self.timeline, self.load, self.queue = timeline, load, deque[Piece]()
         self.batch = timeline.batch + load.strangers + others.decoding
@@ -83,37 +73,41 @@ class Play:
         self.steps, self.waited = 0, False
         self.clock = timeline.began
         if timeline.busy:
-            # What is late already was misjudged: expect it to take as long again.
+            # A late step was mispredicted: expect it to take as long again.
             self.clock = timeline.ends if timeline.ends >= now else now + now - timeline.ends
-            self._decode(timeline.finishing)
+            self._start_decoding(timeline.finishing)
 
     def first_token(self) -> tuple[float, float]:
-        """When the last prompt of the queue begins the step that completes it, and how long that takes: prompts that
-        arrive meanwhile are computed with it."""
+        """Return when the step that completes the last queued prompt begins, and how long it takes.
+
+        Prompts that arrive until then are computed in the same step.
+        """
         now = self.queue[-1].enters - self.load.belief.request_s
         while True:
-            tokens, pairs, done = self._plan()
+            tokens, pairs, completed = self._plan()
             if not tokens:
-                self._rest()
+                self._skip_idle()
             elif self.queue:
                 self.clock += self._step_s(tokens, pairs)
-                self._pass(1)
-                self._decode(done)
+                self._count_steps(1)
+                self._start_decoding(completed)
             else:
-                room = self._room() - tokens
+                room = self._prompt_room() - tokens
                 if room > 0 and not self.waited:
-                    more = min(room, self.timeline.arrivals.behind(self.clock - now))
-                    tokens, pairs = tokens + more, pairs + 0.5 * more * more
+                    arriving = min(room, self.timeline.arrivals.behind(self.clock - now))
+                    tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
                 return self.clock, self._step_s(tokens, pairs)
 
-    def _room(self) -> int:
-        """Prompt tokens that one step takes."""
+    def _prompt_room(self) -> int:
+        """Return the prompt tokens that fit into one step."""
         return max(1, self.load.belief.room - self.batch)
 
     def _plan(self) -> tuple[float, float, list[Prompt]]:
-        """The next step as the engine plans it: prompt tokens, their query-key pairs, and prompts that it completes."""
-        queue, room, clock = self.queue, self._room(), self.clock
-        done: list[Prompt] = []
+        """Plan the next step like the engine: return its prompt tokens, query-key pairs, and the
+        prompts it completes.
+        """
+        queue, room, clock = self.queue, self._prompt_room(), self.clock
+        completed: list[Prompt] = []
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
@@ -124,51 +118,62 @@ class Play:
             pairs += take * (head.at + 0.5 * take)
             head.at, head.left, tokens = head.at + take, head.left - take, tokens + take
             if not head.left:
-                done.append(queue.popleft().prompt)
-        return tokens, pairs, done
+                completed.append(queue.popleft().prompt)
+        return tokens, pairs, completed
 
     def _step_s(self, tokens: float, pairs: float) -> float:
-        """Seconds that a step with prompts takes."""
+        """Return the seconds a step with prompts takes."""
         belief = self.load.belief
-        prompts_s, beside_s = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, self.context)
+        prompts_s, beside_s = (
+            belief.prompts_s(tokens, pairs),
+            belief.beside_s(self.batch, self.context),
+        )
         return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
 
     def _decode_s(self) -> float:
-        """Seconds that a step without prompts takes."""
+        """Return the seconds a step without prompts takes."""
         belief = self.load.belief
         compute_s = max(belief.floor_s, belief.flop_s * self.batch)
-        return compute_s + belief.base_s + belief.context_s * self.context + belief.sequence_s * self.batch
+        return (
+            compute_s
+            + belief.base_s
+            + belief.context_s * self.context
+            + belief.sequence_s * self.batch
+        )
 
-    def _rest(self) -> None:
-        """No prompt can begin: on to when the next one enters, or has its KV."""
+    def _skip_idle(self) -> None:
+        """Skip to the moment when the next prompt enters or gets its KV, because none can begin
+        now.
+        """
         head = self.queue[0]
         if head.enters <= self.clock:
-            self._free(head.needs)
-            head.needs = min(head.needs, self.kv_free)  # more than that will not be free before it
+            self._free_kv(head.needs)
+            # no more than that will be free before it begins
+            head.needs = min(head.needs, self.kv_free)
             self.waited = True
         elif self.batch:
-            self._run(head.enters - self.clock)
+            self._run_decode_steps(head.enters - self.clock)
         else:
             self.clock = head.enters
 
-    def _run(self, seconds: float) -> None:
-        """Whole decode steps for at least so long."""
+    def _run_decode_steps(self, seconds: float) -> None:
+        """Run whole decode steps for at least this long."""
         step_s = self._decode_s()
         steps = max(1, ceil(seconds / step_s - 1e-9))
         self.clock += steps * step_s
-        self._pass(steps)
+        self._count_steps(steps)
 
-    def _free(self, needs: float) -> None:
-        """Decode until answers that end have freed so much KV, or all have ended."""
+    def _free_kv(self, needs: float) -> None:
+        """Decode until ending answers have freed this much KV, or all have ended."""
         if self.ends is None:
-            self.ends = self._ends()
+            self.ends = self._predict_ends()
         while self.kv_free < needs and self.ends:
             steps = max(1, ceil(self.ends[-1][0] - self.steps))
             self.clock += steps * self._decode_s()
-            self._pass(steps)
+            self._count_steps(steps)
 
-    def _pass(self, steps: int) -> None:
-        """So many steps are over: every sequence has grown, and some answers have ended."""
+    def _count_steps(self, steps: int) -> None:
+        """Count finished steps: every sequence has grown, and some answers have ended."""
         self.steps += steps
         self.context += steps * self.batch
         self.kv_free -= steps * self.batch
@@ -179,37 +184,46 @@ class Play:
             self.context -= context
             self.batch -= sequences
 
-    def _decode(self, prompts: Iterable[Prompt]) -> None:
-        """These are past their first tokens."""
+    def _start_decoding(self, prompts: Iterable[Prompt]) -> None:
+        """Move prompts past their first token into the batch."""
         for prompt in prompts:
             self.batch += prompt.sequences
             self.context += prompt.sequences * prompt.prompt_tokens
 
-    def _ends(self) -> list[tuple[float, float, float, int]]:
-        """When the answers under way will have ended, were they as those before: each takes another place among these,
-        so that as many end early and late as did then."""
-        timeline, ends, place = self.timeline, [], 0.0
+    def _predict_ends(self) -> list[tuple[float, float, float, int]]:
+        """Predict when the running answers end, from the lengths of earlier answers.
+
+        Each takes a different quantile of these, so that as many end early and late as before.
+        """
+        timeline, ends, quantile = self.timeline, [], 0.0
         alone = timeline.prefixes.alone()
-        for each in self.load.entries:
-            if each.decoding:
-                place = (place + GOLDEN) % 1.0
-                made = timeline.tick - each.tick
-                left = timeline.lengths.left(made, each.output_tokens, place)
-                context = each.sequences * (each.prompt_tokens + made + left)
-                kv = context - (1.0 - alone) * each.had
-                ends.append((self.steps + left, kv, context, each.sequences))
+        for prompt in self.load.entries:
+            if prompt.decoding:
+                quantile = (quantile + GOLDEN) % 1.0
+                generated = timeline.tick - prompt.tick
+                remaining = timeline.lengths.left(generated, prompt.output_tokens, quantile)
+                context = prompt.sequences * (prompt.prompt_tokens + generated + remaining)
+                kv = context - (1.0 - alone) * prompt.had
+                ends.append((self.steps + remaining, kv, context, prompt.sequences))
         ends.sort(reverse=True)
         return ends
 
 
-def ttft_s(timeline: Timeline, load: EndpointLoad, prompt: Prompt, now: float) -> float:
-    """Expected seconds until the first token of a prompt that is sent now and not in the queue yet."""
+def ttft_s(timeline: Timeline, load: EngineLoad, prompt: Prompt, now: float) -> float:
+    """Return the expected seconds until the first token of a prompt that is sent now and not queued
+    yet.
+    """
     timeline.advance(load, now)
-    if max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch)) > MOST_STEPS:
+    if (
+        max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch))
+        > MOST_STEPS
+    ):
         return latency.ttft_s(load, prompt.left, prompt.at, now)
-    play = Play(timeline, load, now)
-    for each in timeline.queue:
-        play.queue.append(Piece(each, each.enters, 0.0 if each.locked else timeline.needs(each)))
-    play.queue.append(Piece(prompt, now + load.belief.request_s, timeline.needs(prompt)))
-    begins, spent_s = play.first_token()
+    simulation = Play(timeline, load, now)
+    for queued in timeline.queue:
+        simulation.queue.append(
+            Piece(queued, queued.enters, 0.0 if queued.locked else timeline.needs(queued))
+        )
+    simulation.queue.append(Piece(prompt, now + load.belief.request_s, timeline.needs(prompt)))
+    begins, spent_s = simulation.first_token()
     return begins + spent_s - now

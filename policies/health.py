@@ -1,13 +1,13 @@
-"""Health: from what happened at an endpoint to whether it may be asked.
+"""Endpoint health: from events at an endpoint to whether it may be used.
 
-Lives here: one state machine per endpoint, as a table, and the rule for a whole pool. Not here: who probes and when
-events arrive (gateway/endpoints.py).
+Contains the state machine of one endpoint, as a table, and the rule for a whole pool. Probes and
+the delivery of events are the gateway's.
 
-    UP         asked. Failures in a row are counted, a success forgets them.
-    EJECTED    not asked. A probe that goes well after `until` ends it. The pool's rule may overrule
-               it, unless the cause is CONNECT_FAILED: no engine answers at that address.
-    DEAD       the same, but on the engine's own word (its /health said so): nothing overrules it.
-    RETURNING  a probe went well: asked again, and one failure is enough to leave again.
+    UP         in use. Consecutive failures are counted; a success resets them.
+    EJECTED    not in use. A successful probe after `until` ends it. The pool rule may overrule it,
+               unless the cause is CONNECT_FAILED: no engine answers at that address.
+    DEAD       the same, reported by the engine itself (/health): nothing overrules it.
+    RETURNING  a probe succeeded: in use again, and one failure ejects it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import msgspec
 
 
 class State(StrEnum):
+    """Health of one endpoint; see the module's table."""
+
     UP = "up"
     EJECTED = "ejected"
     DEAD = "dead"
@@ -28,10 +30,12 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What can happen at an endpoint. A 4xx answer or a client that left says nothing about it: IGNORED.
+    """An event at an endpoint.
+
+    IGNORED: a 4xx answer or a client disconnect, which say nothing about its health.
 
     CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
-    PROBE_OK_NEEDED  a probe went well, and no endpoint of the pool with its role is available
+    PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
     """
 
     SUCCEEDED = "succeeded"
@@ -47,15 +51,18 @@ class Event(StrEnum):
 
 
 class HealthLimits(msgspec.Struct, frozen=True):
-    """When to eject and for how long.
+    """When to eject an endpoint and for how long.
 
-    failures_in_a_row    this many eject; a refused connection ejects at once, it is a fact and no statistic
-    first_s, longest_s   the first ejection's length; each further one doubles, up to the longest.
-                         A failed probe doubles it only for a slow endpoint, a bad return always
-    jitter               each length is spread by up to this share either way, so that returns do not coincide
-    successes_to_return  good answers after a probe before the endpoint counts as up
-    forgive_s            time up without an ejection after which the doubling starts anew
-    ejected_share        share of a pool that passive evidence may eject (at least one endpoint, never the last)
+    failures_in_a_row    consecutive failures that eject; a refused connection ejects at once
+    first_s, longest_s   length of the first ejection; each further one doubles, up to the longest.
+                         A failed probe doubles it only for a slow endpoint, a failure after a
+                         return always
+    jitter               random variation of each length, as a share of it, so that returns do not
+                         coincide
+    successes_to_return  successful answers after a probe before the endpoint counts as up
+    forgive_s            time in use without an ejection after which the doubling starts over
+    ejected_share        share of a pool that passive evidence may eject (at least one endpoint,
+                         never the last)
     """
 
     failures_in_a_row: int = 3
@@ -68,12 +75,12 @@ class HealthLimits(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """One endpoint's standing.
+    """The health of one endpoint.
 
-    since      when the state began; until: when an ejection ends (both seconds on the caller's clock)
-    failures   in a row while UP; successes: since the probe while RETURNING
-    ejections  not yet forgiven: the exponent of the next length
-    cause      the event that ejected it, before it was seen well again
+    since      when the state began; until: when an ejection ends (seconds on the caller's clock)
+    failures   consecutive failures while UP; successes: since the probe while RETURNING
+    ejections  ejections not yet forgiven: the exponent of the next length
+    cause      the event that ejected it; None after it has fully recovered
     """
 
     state: State = State.UP
@@ -85,7 +92,7 @@ class Health(msgspec.Struct, frozen=True):
     cause: Event | None = None
 
 
-class _Happening(msgspec.Struct, frozen=True):
+class _Transition(msgspec.Struct, frozen=True):
     event: Event
     now: float
     rng: Random
@@ -93,123 +100,136 @@ class _Happening(msgspec.Struct, frozen=True):
 
 
 def advance(health: Health, event: Event, now: float, rng: Random, limits: HealthLimits) -> Health:
-    """The endpoint's standing after `event` at `now`. Pairs not in the table change nothing.
+    """Return the health after `event` at `now`. Pairs that are not in the table change nothing.
 
-    What an ejected endpoint's earlier requests still report is not in the table on purpose: twenty streams that die
-    together are one event, and must not double the backoff twenty times.
+    Reports of earlier requests to an ejected endpoint are left out of the table on purpose: twenty
+    streams that break together are one event, and must not double the back-off twenty times.
     """
     rule = _TABLE.get((health.state, event))
-    return rule(health, _Happening(event, now, rng, limits)) if rule else health
+    return rule(health, _Transition(event, now, rng, limits)) if rule else health
 
 
 def probe_due(health: Health, now: float) -> bool:
-    """An ejection has run out and a probe may now decide whether the endpoint returns."""
+    """Return whether an ejection has run out, so that a probe may decide about the return."""
     return health.state in (State.EJECTED, State.DEAD) and now >= health.until
 
 
 def is_unreachable(health: Health) -> bool:
-    """Whether the endpoint is out because no engine answers at its address."""
+    """Return whether the endpoint is ejected because no engine answers at its address."""
     return health.state is State.EJECTED and health.cause is Event.CONNECT_FAILED
 
 
 def is_proven(health: Health) -> bool:
-    """Whether the endpoint has had no failure, or a success since its last failure."""
+    """Return whether the endpoint has had no failure, or a success since its last one."""
     if health.state is State.UP:
         return not health.failures
     return health.state is State.RETURNING and health.successes > 0
 
 
 def available(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
-    """Return which endpoints of a pool may be asked, aligned with the argument.
+    """Return which endpoints of a pool may be used, in the order of the argument.
 
-    Endpoints that are up or returning may; dead and unreachable ones may not. Of the rest, ejected
-    by passive evidence, at most `ejected_share` stay out (at least one, but never all of them): if
-    half a pool seems to fail, the cause is more likely in front of it than in it. Those whose
-    ejection ends first are asked again first.
+    Endpoints that are up or returning may; dead and unreachable ones may not. Of those ejected by
+    passive evidence, at most `ejected_share` stay out (at least one, but never all): if half a pool
+    seems to fail, the cause is more likely in front of it than in it. Those whose ejection ends
+    first are used again first.
     """
     living = [not (health.state is State.DEAD or is_unreachable(health)) for health in pool]
     most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))
-    ejected = [index for index, health in enumerate(pool) if health.state is State.EJECTED and living[index]]
+    ejected = [
+        index
+        for index, health in enumerate(pool)
+        if health.state is State.EJECTED and living[index]
+    ]
     ejected.sort(key=lambda index: pool[index].until, reverse=True)
     out = frozenset(ejected[: max(0, most_out)])
     return [alive and index not in out for index, alive in enumerate(living)]
 
 
-def _count_failure(health: Health, what: _Happening) -> Health:
+def _count_failure(health: Health, transition: _Transition) -> Health:
     failures = health.failures + 1
-    if failures >= what.limits.failures_in_a_row:
-        return _eject(health, what)
+    if failures >= transition.limits.failures_in_a_row:
+        return _eject(health, transition)
     return msgspec.structs.replace(health, failures=failures)
 
 
-def _eject(health: Health, what: _Happening) -> Health:
-    return _leave(health, what, State.EJECTED)
+def _eject(health: Health, transition: _Transition) -> Health:
+    return _put_out(health, transition, State.EJECTED)
 
 
-def _die(health: Health, what: _Happening) -> Health:
-    return _leave(health, what, State.DEAD)
+def _die(health: Health, transition: _Transition) -> Health:
+    return _put_out(health, transition, State.DEAD)
 
 
-def _leave(health: Health, what: _Happening, state: State) -> Health:
-    limits = what.limits
-    spread = 1.0 + limits.jitter * (2.0 * what.rng.random() - 1.0)
-    doubled = limits.first_s * 2.0 ** min(health.ejections, 64)
-    until = what.now + min(limits.longest_s, doubled * spread)
-    return Health(state, what.now, until, ejections=health.ejections + 1, cause=what.event)
+def _put_out(health: Health, transition: _Transition, state: State) -> Health:
+    limits = transition.limits
+    jitter = 1.0 + limits.jitter * (2.0 * transition.rng.random() - 1.0)
+    backoff_s = limits.first_s * 2.0 ** min(health.ejections, 64)
+    until = transition.now + min(limits.longest_s, backoff_s * jitter)
+    return Health(
+        state, transition.now, until, ejections=health.ejections + 1, cause=transition.event
+    )
 
 
-def _lose(health: Health, what: _Happening) -> Health:
-    """A connection failed while ejected: the endpoint is unreachable now; its time out stays."""
+def _mark_unreachable(health: Health, transition: _Transition) -> Health:
+    """Change an ejection's cause to unreachable; its length stays."""
     if is_unreachable(health):
         return health
     return msgspec.structs.replace(health, cause=Event.CONNECT_FAILED)
 
 
-def _stay_out(health: Health, what: _Happening) -> Health:
-    """A probe failed: the endpoint stays out for what it left; a new endpoint gets its first cause.
+def _stay_out(health: Health, transition: _Transition) -> Health:
+    """Keep the endpoint out after a failed probe; a new endpoint gets its first cause.
 
-    Only a probe of a slow endpoint costs the engine work: those become rarer.
+    Only the probe of a slow endpoint costs the engine work, so those become rarer.
     """
     if health.cause is None:
-        return msgspec.structs.replace(health, cause=what.event)
-    if health.cause is not Event.SLOW or what.now < health.until:
+        return msgspec.structs.replace(health, cause=transition.event)
+    if health.cause is not Event.SLOW or transition.now < health.until:
         return health
-    again = _leave(health, what, health.state)
-    return msgspec.structs.replace(again, since=health.since, cause=health.cause)
+    extended = _put_out(health, transition, health.state)
+    return msgspec.structs.replace(extended, since=health.since, cause=health.cause)
 
 
-def _return(health: Health, what: _Happening) -> Health:
-    """A probe went well. Before `until` it is too early: a flapping endpoint would come back at every flap."""
-    if what.now < health.until:
+def _return(health: Health, transition: _Transition) -> Health:
+    """Return the endpoint after a successful probe, but not before `until`, to damp flapping."""
+    if transition.now < health.until:
         return health
-    return Health(State.RETURNING, what.now, ejections=health.ejections, cause=health.cause)
+    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
 
 
-def _return_needed(health: Health, what: _Happening) -> Health:
-    """A probe went well and the pool has no other endpoint: no back-off, or a second if it flaps."""
-    if health.ejections > 1 and what.now < min(health.until, health.since + what.limits.first_s):
+def _return_needed(health: Health, transition: _Transition) -> Health:
+    """Return the only endpoint of a pool after a successful probe: at once, or after a second if it
+    flaps.
+    """
+    if health.ejections > 1 and transition.now < min(
+        health.until, health.since + transition.limits.first_s
+    ):
         return health
-    return Health(State.RETURNING, what.now, ejections=health.ejections, cause=health.cause)
+    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
 
 
-def _recover(health: Health, what: _Happening) -> Health:
-    if health.successes + 1 < what.limits.successes_to_return:
+def _recover(health: Health, transition: _Transition) -> Health:
+    if health.successes + 1 < transition.limits.successes_to_return:
         return msgspec.structs.replace(health, successes=health.successes + 1)
-    return Health(State.UP, what.now, ejections=health.ejections, cause=health.cause)
+    return Health(State.UP, transition.now, ejections=health.ejections, cause=health.cause)
 
 
-def _forget(health: Health, what: _Happening) -> Health:
-    """A success while up ends a row of failures, and in time the memory of ejections; mostly it builds nothing."""
-    if health.ejections and what.now - health.since >= what.limits.forgive_s:
+def _on_success(health: Health, transition: _Transition) -> Health:
+    """Reset consecutive failures after a success, and in time the ejections.
+
+    Usually allocates nothing.
+    """
+    if health.ejections and transition.now - health.since >= transition.limits.forgive_s:
         return Health(State.UP, health.since)
     return msgspec.structs.replace(health, failures=0) if health.failures else health
 
 
-_Rule = Callable[[Health, _Happening], Health]
+_Rule = Callable[[Health, _Transition], Health]
 
 _TABLE: Mapping[tuple[State, Event], _Rule] = MappingProxyType(
     {
-        (State.UP, Event.SUCCEEDED): _forget,
+        (State.UP, Event.SUCCEEDED): _on_success,
         (State.UP, Event.CONNECT_FAILED): _eject,
         (State.UP, Event.FAILED): _count_failure,
         (State.UP, Event.TIMED_OUT): _count_failure,
@@ -226,7 +246,7 @@ _TABLE: Mapping[tuple[State, Event], _Rule] = MappingProxyType(
         (State.EJECTED, Event.PROBE_OK): _return,
         (State.EJECTED, Event.PROBE_OK_NEEDED): _return_needed,
         (State.EJECTED, Event.PROBE_FAILED): _stay_out,
-        (State.EJECTED, Event.CONNECT_FAILED): _lose,
+        (State.EJECTED, Event.CONNECT_FAILED): _mark_unreachable,
         (State.EJECTED, Event.ENGINE_DEAD): _die,
         (State.DEAD, Event.PROBE_OK): _return,
         (State.DEAD, Event.PROBE_OK_NEEDED): _return_needed,

@@ -1,17 +1,17 @@
-"""KV of one engine on paper that prefixes take, where several sequences may have the same one.
+"""KV of cached prefixes in the engine model, where several sequences may share one copy.
 
-Lives here: how much of it there is really, and what one more or one less makes of that. Not here: what sequences hold
-alone (paper.py), how the engine tells (lessons.py).
+Contains how much of it is really stored, and how one sequence more or less changes that. Unshared
+KV is in engine_model.py; the correction by scrapes is in engine_timeline.py.
 """
 
 from __future__ import annotations
 
 
 class Prefixes:
-    """What was cached of the prompts that hold KV now.
+    """The cached prefixes of all prompts that have KV now.
 
-    tokens    of all these prompts together, as if every sequence had a copy
-    distinct  of it, what is really held: told by the engine's scrapes, and moved on from one to the next
+    tokens    their total length, as if every sequence had its own copy
+    distinct  what is really stored of it: corrected by scrapes, and extrapolated between them
     """
 
     __slots__ = ("distinct", "tokens")
@@ -20,9 +20,9 @@ class Prefixes:
         self.tokens, self.distinct = 0, 0.0
 
     def alone(self) -> float:
-        """Share of a prefix that comes or goes with one sequence, for nobody else has it.
+        """Return the share of a prefix that only one sequence uses.
 
-        Of sequences that have one of some prefixes at random it is nearly the square of `distinct / tokens`.
+        If sequences use some prefixes at random, it is nearly the square of `distinct / tokens`.
         """
         if self.distinct >= self.tokens:
             return 1.0
@@ -30,12 +30,12 @@ class Prefixes:
         return share * share
 
     def hold(self, tokens: int) -> None:
-        """One more sequence has a prefix of so many tokens."""
+        """Add a sequence with a prefix of this many tokens."""
         self.distinct += self.alone() * tokens
         self.tokens += tokens
 
     def release(self, tokens: int) -> None:
-        """One that had so many is over."""
+        """Remove a sequence with a prefix of this many tokens."""
         self.distinct = max(0.0, self.distinct - self.alone() * tokens)
         self.tokens -= tokens
         if not self.tokens:

@@ -1,295 +1,64 @@
-"""Latency beliefs: how long an endpoint's prefill and decode steps take, from a roofline and from what was observed.
+"""Expected TTFT and TPOT of one request at an endpoint, from the endpoint's forecast.
 
-Lives here: the analytic step (Shape), its prior from a GPU and a layout, the online correction (Belief), and what both
-say about a request. Not here: what the engine is doing right now (paper.py), who reports events (ledger.py).
+Plain functions of EngineLoad. Step times and what is learned about them are in step_time.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import sqrt
-from operator import mul
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from policies.kalman import Kalman
-
 if TYPE_CHECKING:
-    from policies.model import Candidate, EndpointLoad
+    from policies.engine_load import EngineLoad
+    from policies.model import Candidate
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """The constants of one engine step, in seconds per unit of work (perfmodel 3.2):
-
-    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s B + step_s
-
-    p prompt tokens and B decoding sequences in the step, C the summed context of these, area the sum over prompt chunks
-    of chunk x (start + chunk / 2). `request_s` is what the API costs a request before the engine sees it;
-    `budget_tokens` bounds p + B (vLLM's max_num_batched_tokens).
-    """
-
-    weights_s: float
-    token_s: float
-    wire_s: float
-    pair_s: float
-    context_s: float
-    sequence_s: float
-    step_s: float
-    request_s: float = 0.005
-    budget_tokens: int = 8192
-
-    def filling(self, tokens: float) -> tuple[int, float]:
-        """How full a step with so many prompt tokens is: which of its FILLS parts is the last, and how much of that."""
-        place = FILLS * tokens / self.budget_tokens
-        part = min(FILLS - 1, int(place))
-        return part, min(1.0, place - part)
-
-
-class _Gpu(msgspec.Struct, frozen=True):
-    """Public peaks of one GPU kind, and what engines reach of them (perfmodel 3.3, 3.4).
-
-    Bytes/s of memory, FLOP/s dense in bf16 and with 8-bit weights, bytes/s of the link per direction; efficiencies of
-    memory, matrix units, attention and link; microseconds per layer and step, and per sequence of an 80-layer model.
-    """
-
-    memory: float
-    bf16: float
-    fp8: float
-    link: float
-    memory_eff: float
-    flops_eff: float
-    attention_eff: float
-    link_eff: float
-    layer_us: float
-    sequence_us: float
-
-
-GPUS: Mapping[str, _Gpu] = MappingProxyType(
-    {
-        "a100": _Gpu(2.039e12, 312e12, 312e12, 300e9, 0.74, 0.85, 0.71, 0.34, 69, 11),
-        "h100": _Gpu(3.35e12, 989e12, 1978e12, 450e9, 0.88, 0.72, 0.64, 0.51, 52, 7.6),
-        "h200": _Gpu(4.8e12, 989e12, 1978e12, 450e9, 0.84, 0.73, 0.60, 0.58, 53.6, 8.0),
-        "b200": _Gpu(7.7e12, 2250e12, 4500e12, 900e9, 0.93, 0.67, 0.51, 0.47, 59, 10.6),
-        "l40s": _Gpu(0.864e12, 362e12, 733e12, 32e9, 1.0, 0.68, 0.33, 0.11, 190, 50),
-    }
-)
-UNKNOWN_GPU = "h100"
-# A model of unknown size is taken to fill a quarter of its GPUs' memory with 16-bit weights.
-UNKNOWN_PARAMS_PER_GPU = 8.75e9
-
-
-def shape_for(
-    gpu: str | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    params_b: float | None = None,
-    active_b: float | None = None,
-    kv_token_bytes: float | None = None,
-    weight_bytes: float = 2.0,
-    request_s: float = 0.005,
-    budget_tokens: int = 8192,
-) -> Shape:
-    """What a TP group of `tp` x `pp` GPUs may be expected to do before anything was observed; unknowns are neutral.
-
-    params_b, active_b   billions of parameters, and of those that one token touches
-    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16 bits
-    Layers and width follow from the parameters as they do for the Llama and Qwen families.
-    """
-    kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
-    params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
-    active = active_b * 1e9 if active_b is not None else params
-    layers = min(128.0, 32 * (active / 8e9) ** 0.42)
-    width = sqrt(active / (12 * layers))
-    kv_bytes = kv_token_bytes if kv_token_bytes is not None else 4096 * layers
-    flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
-    wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
-    # A pipeline works on as many steps at once as it has stages; a single token still passes through all of them.
-    return Shape(
-        weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
-        token_s=2 * active / (tp * pp * flops * kind.flops_eff),
-        wire_s=wire_bytes / (kind.link * kind.link_eff * pp),
-        pair_s=4 * width * layers / (tp * pp * kind.bf16 * kind.attention_eff),
-        context_s=kv_bytes / (min(tp, 8) * kind.memory * kind.memory_eff),
-        sequence_s=kind.sequence_us * 1e-6 * layers / 80,
-        step_s=layers * kind.layer_us * 1e-6,
-        request_s=request_s,
-        budget_tokens=budget_tokens,
-    )
-
-
-NEUTRAL = shape_for(tp=4)
-PRIOR_VAR = 0.25  # a prior is believed within a factor of e^0.5 or so
-PART_VAR = 0.02  # steps that are not full are believed to be as fast per token as full ones within 15 % or so
-# What attention and context cost beside the rest follows from depth and width, which are guessed where nobody says.
-PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05
-FILLS = 4  # parts of a full step, at whose ends the pace of prompts is known; between them it is drawn straight
-MIX_GAIN = 0.1  # weight of one observation in what steps usually are
-REACH_GAIN, MOST_REACH_S = 0.05, 1.0  # least weight of one observation of the API's cost, and the most it may be
-
-
-class Speed:
-    """How many times its prior a kind of work takes at an endpoint, as it usually comes; `var` of the logarithm, as it
-    came last. Prices compare endpoints by it."""
-
-    __slots__ = ("factor", "var")
-
-    def __init__(self, var: float) -> None:
-        self.factor, self.var = 1.0, var
-
-
-class Belief:
-    """What is believed of one endpoint's speed: a prior, and factors learnt. Written by its timeline and ledger.
-
-    prompts  factors on what prompts add to steps: all of it; besides, what they add to steps that are 0, 1, 2 and 3
-             quarters full, whose matrices do not fill the GPU; and attention
-    decodes  factors on steps without prompts: all of it, and reading the context besides
-    layers   factor on what a step with prompts pays whatever its size
-    prefill, pairs, step  the same as one factor each, for prompts and steps as they usually come
-    paces    factors on what prompts add to steps, by FILLS
-    request_s  what the API costs a request before the engine sees it
-    error    running mean square of ln(actual TTFT / predicted)
-    The rest is the shape with its factors, multiplied once: `flop_s` is what a decoding sequence computes, `layers_s`
-    what a step with prompts pays whatever its size, `base_s` and `floor_s` what one without them does; `area_s` is the
-    shape's attention with its own factor alone.
-    """
-
-    __slots__ = (
-        *("area_s", "base_s", "context_s", "decodes", "error", "floor_s", "flop_s", "layers", "layers_s", "pair_s"),
-        *("_context", "_mix", "_reached", "paces", "pairs", "prefill", "prompts", "request_s", "room", "sequence_s"),
-        *("shape", "step", "token_s"),
-    )
-
-    def __init__(self, shape: Shape = NEUTRAL) -> None:
-        self.shape = shape
-        self.prompts = Kalman(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
-        self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
-        self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
-        self.error = PRIOR_VAR
-        self.request_s, self.room = shape.request_s, shape.budget_tokens
-        self._reached = 1.0  # a prior counts as one observation
-        self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
-        self.settle()
-
-    def settle(self) -> None:
-        """Multiply the prior by what was learnt."""
-        self._settle_prompts()
-        self._settle_layers()
-        self._settle_decodes()
-
-    def _settle_prompts(self) -> None:
-        shape, (whole, *parts, pairs) = self.shape, self.prompts.factors
-        self.paces = [whole * part for part in parts] + [whole]
-        slow = sum(map(mul, self._mix, self.paces))
-        self.prefill.factor, self.prefill.var = slow, self.prompts.var
-        self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
-        self.area_s = pairs * shape.pair_s
-        self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
-
-    def _settle_layers(self) -> None:
-        self.layers_s = self.layers.factors[0] * self.shape.step_s
-
-    def _settle_decodes(self) -> None:
-        shape, (slower, context) = self.shape, self.decodes.factors
-        self.step.factor = slower * (1.0 - self._context + self._context * context)
-        self.step.var = self.decodes.var
-        self.context_s, self.sequence_s = slower * context * shape.context_s, slower * (shape.sequence_s + shape.wire_s)
-        self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
-        self.base_s = slower * shape.step_s
-
-    def pace(self, tokens: float) -> float:
-        """The factor on what so many prompt tokens add to a step that they are computed in."""
-        part, beyond = self.shape.filling(tokens)
-        less = self.paces[part]
-        return less + beyond * (self.paces[part + 1] - less)
-
-    def prompts_s(self, tokens: float, pairs: float) -> float:
-        """Seconds by the prior, but for attention's own factor, that so many prompt tokens and query-key pairs add to a
-        step; `pace` is the factor on them."""
-        compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
-        return (compute_s if compute_s > weights_s else weights_s) + self.shape.wire_s * tokens + self.area_s * pairs
-
-    def beside_s(self, batch: int, context: float) -> float:
-        """Seconds that so many sequences, decoding over so much context, add to a step with prompts."""
-        return self.context_s * context + (self.sequence_s + self.flop_s) * batch
-
-    def prompted(self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float) -> None:
-        """Prompts took `ratio` times as long as believed. fills: their seconds by the prior as `pace` shares them out
-        among FILLS; pairs_s: those of attention."""
-        raw_s = sum(fills)
-        parts_s = [*map(mul, fills, self.paces)]
-        believed_s = sum(parts_s)
-        shares = (1.0, *(part_s / believed_s for part_s in parts_s[:FILLS]), pairs_s / raw_s)
-        self.prompts.observe(ratio, shares, noise_var)
-        self._mix = [each + MIX_GAIN * (seen_s / raw_s - each) for each, seen_s in zip(self._mix, fills, strict=True)]
-        self._settle_prompts()
-
-    def layered(self, ratio: float, noise_var: float) -> None:
-        """What steps with prompts pay whatever their size was `ratio` times what was believed."""
-        self.layers.observe(ratio, (1.0,), noise_var)
-        self._settle_layers()
-
-    def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
-        """Steps without prompts took so long that by the prior take `base_s`, and `context_s` to read the context."""
-        slower, context = self.decodes.factors
-        context_s *= context
-        share = context_s / (base_s + context_s)
-        self.decodes.observe(seen_s / (slower * (base_s + context_s)), (1.0, share), noise_var)
-        self._context += MIX_GAIN * (share - self._context)
-        self._settle_decodes()
-
-    def reached(self, seen_s: float, weight: float = 1.0) -> None:
-        """How long a request was on its way to the engine's scheduler; how much one first token tells of it, 0 to 1."""
-        self._reached += weight
-        gain = weight * max(REACH_GAIN, 1.0 / self._reached)
-        self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)
-
-    def missed(self, predicted_s: float, actual_s: float) -> None:
-        """How far a prediction of a time to first token was off: the error bars."""
-        if predicted_s > 0 and actual_s > 0:
-            off = 2.0 * (actual_s - predicted_s) / (actual_s + predicted_s)  # nearly the logarithm, and bounded
-            self.error += 0.05 * (off * off - self.error)
-
-
-def backlog_s(load: EndpointLoad, now: float) -> float:
-    """Seconds until the prompts booked so far are computed."""
-    if now > load.due_at:  # what is late already was misjudged: expect it to take as long again
+def backlog_s(load: EngineLoad, now: float) -> float:
+    """Return the seconds until the prompts booked so far are computed."""
+    if now > load.due_at:  # A late first token was mispredicted: expect it to take as long again.
         return max(0.0, load.ready_at - load.due_at) + now - load.due_at
     return max(0.0, load.ready_at - now)
 
 
-def room_s(load: EndpointLoad, prompt_tokens: float) -> float:
-    """Seconds until answers that end have left KV for a prompt of that length; none where it is free."""
-    short = prompt_tokens - load.kv_free
-    return short * load.kv_s if short > 0.0 else 0.0
+def room_s(load: EngineLoad, prompt_tokens: float) -> float:
+    """Return the seconds until ending requests have freed KV for a prompt of this length.
+
+    0 if it is free.
+    """
+    missing = prompt_tokens - load.kv_free
+    return missing * load.kv_s if missing > 0.0 else 0.0
 
 
-def prefill_s(load: EndpointLoad, uncached: float, cached: float) -> float:
-    """Seconds that computing so many tokens behind so many cached ones takes at the present batch, waiting apart."""
+def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
+    """Return the seconds to compute `uncached` tokens behind `cached` ones."""
     return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
 
 
-def ttft_s(load: EndpointLoad, uncached: float, cached: float, now: float) -> float:
-    """Expected seconds from arrival at the endpoint to the first token: the queue or a wait for KV, then its own."""
+def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
+    """Return the expected seconds from arrival at the endpoint to the first token.
+
+    These are the queue or the wait for KV, whichever is longer, plus the request's own prefill.
+    """
     wait_s = backlog_s(load, now)
     if uncached + cached > load.kv_free:
         wait_s = max(wait_s, room_s(load, uncached + cached))
-    return load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
+    return (
+        load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
+    )
 
 
-def tpot_s(load: EndpointLoad, context_tokens: float) -> float:
-    """Expected seconds per output token of a newcomer with that much context."""
+def tpot_s(load: EngineLoad, context_tokens: float) -> float:
+    """Return the expected seconds per output token of a new request with this much context."""
     return load.step_s + load.sequence_s + load.context_s * context_tokens
 
 
-def spread(load: EndpointLoad) -> float:
-    """Relative error that predictions for this endpoint have had: one standard deviation of ln(actual / predicted)."""
-    return sqrt(load.belief.error)
+def ttfts(
+    candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float
+) -> list[float]:
+    """Return `ttft_s` for every candidate, in order.
 
-
-def ttfts(candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float) -> list[float]:
-    """`ttft_s` for every candidate, aligned; `held` is how many of the prompt's tokens each has cached."""
+    `held` is how many prompt tokens each has cached.
+    """
     return [
         ttft_s(candidate.load, prompt_tokens - cached, cached, now)
         for candidate, cached in zip(candidates, held, strict=True)

@@ -1,7 +1,7 @@
-"""What first tokens, whole answers and scrapes teach about an endpoint: its speed, its API's cost, its KV.
+"""Calibration of an endpoint's speed from the steps between two first tokens.
 
-Lives here: which stretch of steps a first token judges (Span), and what of the belief it corrects. Not here: the steps
-themselves (paper.py), how one observation moves a factor (latency.py).
+Contains the measured stretch of steps (StepSpan), and which factor it corrects. The steps are
+engine_model.py's; the update of a factor is step_time.py's.
 """
 
 from __future__ import annotations
@@ -10,32 +10,43 @@ from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
-from policies.latency import FILLS
+from policies.step_time import FILLS
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
-    from policies.paper import Paper, Prompt
+    from policies.engine_load import EngineLoad
 
-SHORT_S = 0.1  # first tokens within so much of an idle queue tell of what every step, or the API, costs
-LEARN_S = 1.0  # first tokens in a row are judged together until they span so much
-LESSON_S = 0.1  # between two lessons of a kind: where requests come by the hundred, each tells next to nothing
-KV_GAIN, LEAST_KV = 0.1, 0.05  # weight of one scrape, and the share of KV that must be held for it to tell anything
+SHORT_S = 0.1  # spans below this measure the fixed cost of a step, or API latency
+LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
+LESSON_S = 0.1  # least time between two updates of a kind, because at high rates each adds little
 
 
 class Span:
-    """The steps in a row since somebody knew the clock, and how much work they were by the prior.
+    """The consecutive steps since the last known moment, with their work by the prior.
 
-    anchor        when they began: at a first token; or, where `entered` is set, at the end of the decode step that a
-                  prompt met when it entered then, `wait_s` later in the mean
-    fills         seconds of the prompts in them by the prior, by how full the steps were (latency.FILLS)
-    pairs_s, decode_s, steps  of these, what attention takes (Belief.area_s); what was decoded in between, as believed;
-                  and how many steps they were
-    tight         a prompt had to wait for KV; foreign  the most prompt tokens that other gateways had waiting
-    taught_at, decoded_at  when first tokens, and whole answers, last taught something
+    anchor        when they began: at a first token, or, if `entered` is set, at the end of the
+                  decode step during which a prompt entered; then `wait_s` is the mean wait for that
+                  end
+    fills         prior seconds of their prefill, by how full the steps were (step_time.FILLS)
+    pairs_s, decode_s, steps  the part of that in attention (SpeedBelief.area_s); predicted time of
+                              decoding in between; number of steps
+    tight         a prompt had to wait for KV; foreign: the most prompt tokens that other gateways
+                  had waiting
+    taught_at, decoded_at  last update from first tokens, and from whole answers
     """
 
     __slots__ = (
-        *("anchor", "decode_s", "decoded_at", "entered", "fills", "foreign", "pairs_s", "steps", "taught_at", "tight"),
+        *(
+            "anchor",
+            "decode_s",
+            "decoded_at",
+            "entered",
+            "fills",
+            "foreign",
+            "pairs_s",
+            "steps",
+            "taught_at",
+            "tight",
+        ),
         "wait_s",
     )
 
@@ -44,16 +55,21 @@ class Span:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """From here on it is measured."""
+        """Restart the measurement at this moment."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
         self.steps = self.foreign = 0
 
     def add(
-        self, prefill_s: float, filling: tuple[int, float], pairs_s: float, decode_s: float, foreign_tokens: int
+        self,
+        prefill_s: float,
+        filling: tuple[int, float],
+        pairs_s: float,
+        decode_s: float,
+        foreign_tokens: int,
     ) -> None:
-        """One more step; `filling` is how full its prompt tokens made it (Shape.filling)."""
+        """Add a step. `filling` is how full its prompt tokens made it (StepCosts.filling)."""
         part, beyond = filling
         self.fills[part] += prefill_s * (1.0 - beyond)
         self.fills[part + 1] += prefill_s * beyond
@@ -64,69 +80,42 @@ class Span:
             self.foreign = foreign_tokens
 
 
-def learn(paper: Paper, load: EndpointLoad, now: float) -> None:
-    """How long the steps of the span really took, if no wait for KV was among them.
+def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
+    """Correct the learned speed by the real time of the span, unless a prompt waited for KV.
 
-    Which of two steps completed a prompt is known to a part of a step's length; what other gateways had waiting was
-    computed in between, and may be all of it or none: the more, the less is learnt.
+    `ends` is the predicted end of the last step. The step that completed a prompt is known to a
+    fraction of its length. Prompts of other gateways were computed in between, all of them or none,
+    so the more of them there are, the less is learned.
     """
-    span, belief = paper.span, load.belief
-    spent = now - span.anchor
-    if spent > 0 and span.steps and not span.tight and now - span.taught_at >= LESSON_S:
+    belief = load.belief
+    spent_s = now - span.anchor
+    if spent_s > 0 and span.steps and not span.tight and now - span.taught_at >= LESSON_S:
         span.taught_at = now
-        if spent >= SHORT_S or span.entered is None:
-            _steps(span, load, spent)
-        # Where others decode, it decides which step a prompt is in. How long a short step took is known best.
-        if span.entered is not None and span.steps == 1 and (spent < SHORT_S or span.wait_s > 0.0):
-            seen_s = belief.request_s + span.anchor + now - paper.ends - span.entered - span.wait_s
-            belief.reached(seen_s, min(1.0, (SHORT_S / spent) ** 2))
+        if spent_s >= SHORT_S or span.entered is None:
+            _steps(span, load, spent_s)
+        # If other sequences decode, the latency decides which step a prompt enters. It is measured
+        # best by short steps.
+        if (
+            span.entered is not None
+            and span.steps == 1
+            and (spent_s < SHORT_S or span.wait_s > 0.0)
+        ):
+            seen_s = belief.request_s + span.anchor + now - ends - span.entered - span.wait_s
+            belief.reached(seen_s, min(1.0, (SHORT_S / spent_s) ** 2))
     span.begin(now)
 
 
-def _steps(span: Span, load: EndpointLoad, spent: float) -> None:
-    """The size of a short step tells of what every step costs, of a long one, of its tokens."""
+def _steps(span: Span, load: EngineLoad, spent_s: float) -> None:
+    """Correct the fixed cost by short steps, and the cost per token by long ones."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
-    rest = max(0.01 * spent, spent - span.decode_s - foreign_s)
-    off = 0.6 * span.wait_s + 0.1 * spent / span.steps + foreign_s
+    prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)
+    error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + foreign_s
     layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
-    if spent < SHORT_S:
-        belief.layered(max(0.1 * layers_s, rest - prompts_s) / layers_s, (off / layers_s) ** 2)
+    if spent_s < SHORT_S:
+        belief.layered(
+            max(0.1 * layers_s, prompt_s - prompts_s) / layers_s, (error_s / layers_s) ** 2
+        )
     else:
-        ratio = max(0.1 * prompts_s, rest - layers_s) / prompts_s
-        belief.prompted(ratio, span.fills, span.pairs_s, (off / prompts_s) ** 2)
-
-
-def decoded(paper: Paper, load: EndpointLoad, prompt: Prompt, output_tokens: int, now: float) -> None:
-    """What the decode steps of a whole answer took, the prefills in between apart."""
-    span = paper.span
-    if now - span.decoded_at < LESSON_S:
-        return
-    prefills = paper.prefill_steps - prompt.prefill_steps
-    steps = output_tokens / prompt.sequences - 1 - prefills
-    base_s = paper.decode_base_s - prompt.decode_base_s
-    context_s = paper.decode_context_s - prompt.decode_context_s
-    believed = paper.tick - prompt.tick - prefills
-    spent_s = now - prompt.began - (paper.prefill_s - prompt.prefill_s)
-    # Steps that were none have been taken back, at what they would take by then.
-    if steps >= 8 and believed > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
-        span.decoded_at = now
-        load.belief.decoded(spent_s * believed / steps, base_s, context_s, 1.0 / (steps * steps))
-
-
-def scraped(paper: Paper, load: EndpointLoad, kv_usage: float) -> None:
-    """How much KV the engine holds of what is held on paper, where every sequence has a copy of its prompt.
-
-    A scrape some seconds old tells nearly the same: prefixes are shared as much before and after. Where nothing is
-    scraped no engine's size is known either, and no wait for KV is expected. KV that another endpoint still computes is
-    not there yet, neither here nor there.
-    """
-    if load.kv_tokens is None:
-        return
-    held = paper.starts + paper.batch * paper.tick + sum(prompt.prompt_tokens for prompt in paper.finishing)
-    if paper.queue and paper.queue[0].locked:
-        held += paper.queue[0].at  # blocks are taken chunk by chunk
-    prefixes = paper.prefixes
-    prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (held - prefixes.tokens))
-    if held > LEAST_KV * load.kv_tokens:
-        paper.kv_ratio += KV_GAIN * (max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / held)) - paper.kv_ratio)
+        ratio = max(0.1 * prompts_s, prompt_s - layers_s) / prompts_s
+        belief.prompted(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)

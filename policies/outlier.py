@@ -1,17 +1,19 @@
 """Speed outliers: endpoints that take much longer than their peers for the same work.
 
-Contains the comparison of an endpoint with the peers of its pool (review). Not here: the evidence and the verdict with
-its hysteresis (speed_record.py), and what follows from a verdict (gateway/endpoints.py). What is compared:
+Contains the comparison of an endpoint with the peers of its pool (review). Evidence and verdict
+with hysteresis are in speed_record.py; the gateway acts on verdicts. What is compared:
 
-    TTFT    seconds of one prefill step, binned by the prompt tokens in it. The wait behind other prompts is left out:
-            a step begins where the first token before it came, so a long queue is no slowness.
-    TPOT    seconds per token of streams, binned by the number of streams. Time in which a prompt was computed is left
-            out.
-    ANSWER  seconds of answers that come whole, binned by their length.
+    TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
+            is excluded: a step begins at the previous first token, so a long queue does not count
+            as slow.
+    TPOT    seconds per token of streams, binned by the number of streams. Time with prefill is
+            excluded.
+    ANSWER  seconds of whole (non-streamed) answers, binned by their length.
 
-Peers are endpoints with the same declaration (role, engine, layout, label `gpu`). They are compared bin by bin. Where
-no peer did work of that size, the nearest bin is scaled by the roofline of the kind (policies/latency.py). An endpoint
-without such a peer is compared with the whole pool and judged by what its ratio to the pool usually is.
+Peers have the same declaration (role, engine, layout, label `gpu`). They are compared bin by bin.
+Where no peer did work of that size, the nearest bin is scaled by the roofline of the kind
+(step_time.py). An endpoint without peers is compared with the whole pool and judged by its usual
+ratio to it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from math import ceil
 
 import msgspec
 
-from policies.latency import NEUTRAL, Shape
 from policies.speed_record import BINS, RECENT, Measure, Samples, Slowness, SpeedRecord, Track
+from policies.step_time import NEUTRAL, Shape
 
-CONTEXT_TOKENS = 1024  # of one stream, for the shape of a decode step over its batch
+CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
 BUSIER = 1.25
 LEAST_ONGOING_S = 0.1
 
@@ -35,9 +37,10 @@ class SlowLimits(msgspec.Struct, frozen=True):
 
     factor     ratio to the peers from which on it is slow; 0: never
     clear      ratio below which a suspect is normal again
-    reviews    reviews in a row, with fresh evidence each, before a suspect is slow
+    reviews    consecutive reviews, each with fresh evidence, before a suspect is slow
     usual_margin  how far above its own usual ratio an endpoint must be as well
-    least_s    seconds by which a sample must exceed the peers', by measure: below it nobody notices
+    least_s    seconds by which a sample must exceed the peers', by measure; smaller differences are
+               irrelevant to clients
     """
 
     factor: float = 2.5
@@ -48,8 +51,10 @@ class SlowLimits(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, eq=False):
-    """One endpoint of a pool that is reviewed. `kind`: equal for peers. `step_tokens`: the most that the
-    prefill step under way has to compute."""
+    """One endpoint of a pool under review.
+
+    `kind`: equal for peers. `step_tokens`: most tokens in its prefill step.
+    """
 
     record: SpeedRecord
     kind: Hashable
@@ -58,9 +63,9 @@ class Member(msgspec.Struct, frozen=True, eq=False):
 
 
 def review(members: Sequence[Member], now: float, limits: SlowLimits) -> Yardsticks:
-    """Judge the endpoints of a pool; due once a second. The verdicts are left in their records.
+    """Compare the endpoints of a pool, once a second, and set the verdicts in their records.
 
-    Returns what each kind of endpoint takes for its work.
+    Returns the times that each kind of endpoint takes for its work.
     """
     for member in members:
         member.record.prepare(now)
@@ -92,7 +97,7 @@ def yardsticks(members: Sequence[Member], now: float) -> Yardsticks:
 
 
 class _Finding:
-    """What the measures say of one endpoint."""
+    """The result of all measures for one endpoint."""
 
     __slots__ = ("change", "clear", "worst")
 
@@ -102,60 +107,74 @@ class _Finding:
 
 
 class Peers:
-    """The means of one measure at some endpoints, by bin, in order."""
+    """The mean times of one measure at several endpoints, by bin, sorted."""
 
     __slots__ = ("_means", "_measure", "count")
 
     def __init__(self, measure: Measure, references: Sequence[Samples]) -> None:
         self._measure = measure
-        self.count = sum(each.total > 0.0 for each in references)
+        self.count = sum(samples.total > 0.0 for samples in references)
         self._means = [
-            sorted(each.seconds[place] / each.counts[place] for each in references if each.counts[place])
-            for place in range(BINS)
+            sorted(
+                samples.seconds[bin_] / samples.counts[bin_]
+                for samples in references
+                if samples.counts[bin_]
+            )
+            for bin_ in range(BINS)
         ]
 
     def expected_s(self, recent: Samples, own: Samples, shape: Shape) -> float:
-        """What the others would have taken for the samples; `own` is among the references. 0: none is known."""
+        """Return the time the others would have taken for the samples; 0 if unknown.
+
+        `own` is one of the references.
+        """
         total = 0.0
-        for place, count in enumerate(recent.counts):
+        for bin_, count in enumerate(recent.counts):
             if count > 1e-9:
-                each_s = self._without(place, own) or self._scaled(place, own, shape)
+                each_s = self._without(bin_, own) or self._scaled(bin_, own, shape)
                 if not each_s:
                     return 0.0
                 total += count * each_s
         return total
 
     def usual_s(self, work: int, shape: Shape) -> float:
-        """What so much work takes; 0 while that is not known."""
+        """Return the time for this much work; 0 if unknown."""
         return self.other_s(work, None, shape)
 
     def other_s(self, work: int, own: Samples | None, shape: Shape) -> float:
-        """What so much work takes at the others; 0 while that is not known."""
-        place = min(BINS - 1, work.bit_length())
-        return self._without(place, own) or self._scaled(place, own, shape)
+        """Return the time the other endpoints take for this much work; 0 if unknown."""
+        bin_ = min(BINS - 1, work.bit_length())
+        return self._without(bin_, own) or self._scaled(bin_, own, shape)
 
-    def _without(self, place: int, own: Samples | None) -> float:
-        """The median of the others in a bin; 0 if there is none."""
-        means = self._means[place]
-        if own is None or not own.counts[place]:
+    def _without(self, bin_: int, own: Samples | None) -> float:
+        """Return the median of the others in a bin; 0 if there is none."""
+        means = self._means[bin_]
+        if own is None or not own.counts[bin_]:
             return median_without(means, -1) if means else 0.0
-        mine = bisect_left(means, own.seconds[place] / own.counts[place])
-        return median_without(means, mine) if len(means) > 1 else 0.0
+        own_index = bisect_left(means, own.seconds[bin_] / own.counts[bin_])
+        return median_without(means, own_index) if len(means) > 1 else 0.0
 
-    def _scaled(self, place: int, own: Samples | None, shape: Shape) -> float:
-        """The nearest bin with others in it, scaled by what the work there takes on the roofline."""
+    def _scaled(self, bin_: int, own: Samples | None, shape: Shape) -> float:
+        """Return the time of the nearest bin with others, scaled by the roofline."""
         for distance in range(1, BINS):
-            for near in (place - distance, place + distance):
+            for near in (bin_ - distance, bin_ + distance):
                 if 0 <= near < BINS and (near_s := self._without(near, own)):
-                    return near_s * _work_s(self._measure, shape, place) / _work_s(self._measure, shape, near)
+                    return (
+                        near_s
+                        * _work_s(self._measure, shape, bin_)
+                        / _work_s(self._measure, shape, near)
+                    )
         return 0.0
 
 
 def median_without(ordered: Sequence[float], left_out: int) -> float:
-    """The median of ascending values but for the one at this place; of all of them where there is no such place."""
+    """Return the median of sorted values without the one at `left_out`.
+
+    Of all if there is no such index.
+    """
     others = len(ordered) - (0 <= left_out < len(ordered))
     skip = left_out if left_out >= 0 else len(ordered)
-    low, high = (at if at < skip else at + 1 for at in ((others - 1) // 2, others // 2))
+    low, high = (index if index < skip else index + 1 for index in ((others - 1) // 2, others // 2))
     return 0.5 * (ordered[low] + ordered[high])
 
 
@@ -170,9 +189,9 @@ def _compare(
     limits: SlowLimits,
     yardsticks: dict[tuple[Hashable, Measure], Peers],
 ) -> None:
-    """Add what one measure says to the findings, and what its work takes to the yardsticks."""
-    place = _PLACES.index(measure)
-    tracks = [member.record.tracks[place] for member in members]
+    """Add one measure to the findings, and its times to the yardsticks."""
+    index_of_measure = _MEASURES.index(measure)
+    tracks = [member.record.tracks[index_of_measure] for member in members]
     pool = Peers(measure, [track.reference for track in tracks])
     kinds: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
@@ -182,33 +201,45 @@ def _compare(
         yardsticks[kind, measure] = peers
         for index in indices:
             track, shape = tracks[index], members[index].shape
-            alike = peers.count - (track.reference.total > 0.0) > 0
-            yardstick = peers if alike else pool
-            usual, judged = track.usual_ratio, track.recent
+            has_peers = peers.count - (track.reference.total > 0.0) > 0
+            yardstick = peers if has_peers else pool
+            usual, samples = track.usual_ratio, track.recent
             if measure is Measure.TTFT:
-                factor = limits.factor * (1.0 if alike else usual)
-                judged = _judged(members[index], track, yardstick, now, factor)
-            if not judged.total or not (alike or pool.count > 1):
+                factor = limits.factor * (1.0 if has_peers else usual)
+                samples = _samples_with_running_step(members[index], track, yardstick, now, factor)
+            if not samples.total or not (has_peers or pool.count > 1):
                 continue
-            expected_s = yardstick.expected_s(judged, track.reference, shape)
-            slowness = _ratio(track, judged, expected_s, measure, limits, alike)
-            if slowness is None or (measure is Measure.ANSWER and _is_busier(members, index, indices)):
+            expected_s = yardstick.expected_s(samples, track.reference, shape)
+            slowness = _ratio(track, samples, expected_s, measure, limits, has_peers)
+            if slowness is None or (
+                measure is Measure.ANSWER and _is_busier(members, index, indices)
+            ):
                 continue
             finding = findings[index]
             if slowness.ratio >= limits.clear:
                 finding.clear = False
-            if _is_slow(judged, slowness, limits, limits.least_s[place], usual if alike else 0.0) and (
-                finding.worst is None or slowness.ratio > finding.worst.ratio
-            ):
+            if _is_slow(
+                samples,
+                slowness,
+                limits,
+                limits.least_s[index_of_measure],
+                usual if has_peers else 0.0,
+            ) and (finding.worst is None or slowness.ratio > finding.worst.ratio):
                 finding.worst, finding.change = slowness, 0
-                if track.fresh or judged is not track.recent:
-                    latest = track.latest(judged)
-                    latest_s = yardstick.expected_s(latest, track.reference, shape) * (1.0 if alike else usual)
+                if track.fresh or samples is not track.recent:
+                    latest = track.latest(samples)
+                    latest_s = yardstick.expected_s(latest, track.reference, shape) * (
+                        1.0 if has_peers else usual
+                    )
                     finding.change = 1 if sum(latest.seconds) >= limits.clear * latest_s else -1
 
 
-def _judged(member: Member, track: Track, yardstick: Peers, now: float, factor: float) -> Samples:
-    """The recent samples, and a prefill step under way as far as it has come if peers would long be through with it."""
+def _samples_with_running_step(
+    member: Member, track: Track, yardstick: Peers, now: float, factor: float
+) -> Samples:
+    """Return the recent samples, plus the current prefill step if peers would have finished it long
+    ago.
+    """
     record, tokens = member.record, member.step_tokens
     seconds = now - record.since
     if not record.waiting or not tokens or not factor or seconds < LEAST_ONGOING_S:
@@ -216,49 +247,56 @@ def _judged(member: Member, track: Track, yardstick: Peers, now: float, factor: 
     peers_s = yardstick.other_s(tokens, track.reference, member.shape)
     if not peers_s or seconds < factor * peers_s:
         return track.recent
-    judged = track.recent.copy()
-    judged.add(min(BINS - 1, tokens.bit_length()), seconds)
-    return judged
+    samples = track.recent.copy()
+    samples.add(min(BINS - 1, tokens.bit_length()), seconds)
+    return samples
 
 
 def _is_busier(members: Sequence[Member], index: int, peers: Sequence[int]) -> bool:
-    """Whether it makes more tokens than its peers: its answers take long because it has more of them."""
-    outputs = sorted(members[each].record.output for each in peers if each != index)
+    """Return whether it generates more tokens than its peers, so that its answers take longer."""
+    outputs = sorted(members[peer].record.output for peer in peers if peer != index)
     return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
 
 
 def _ratio(
-    track: Track, judged: Samples, expected_s: float, measure: Measure, limits: SlowLimits, alike: bool
+    track: Track,
+    samples: Samples,
+    expected_s: float,
+    measure: Measure,
+    limits: SlowLimits,
+    has_peers: bool,
 ) -> Slowness | None:
-    """The ratio to the peers. Without peers of its kind it is the ratio to what is usual; None until that is known."""
-    spent_s, total = sum(judged.seconds), judged.total
+    """Return the ratio to the peers, or without peers to what is usual; None if unknown."""
+    spent_s, total = sum(samples.seconds), samples.total
     if expected_s <= 0.0 or spent_s <= 0.0:
         return None
     ratio = spent_s / expected_s
     usual = track.usual_ratio
-    most = limits.factor if alike else limits.clear * usual if usual else ratio + 1.0
-    if track.fresh and ratio < most:
+    limit = limits.factor if has_peers else limits.clear * usual if usual else ratio + 1.0
+    if track.fresh and ratio < limit:
         track.learn(ratio)
-    if alike:
+    if has_peers:
         return Slowness(measure, ratio, spent_s / total, expected_s / total)
     if not usual:
         return None
     return Slowness(measure, ratio / usual, spent_s / total, expected_s * usual / total)
 
 
-def _is_slow(judged: Samples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float) -> bool:
-    bar = limits.factor
-    if usual:  # one that is always nearly as slow needs more to be at fault
-        bar = max(bar, limits.usual_margin * min(bar, usual))
-    if not limits.factor or slowness.ratio < bar or slowness.seconds - slowness.peers_s < least_s:
+def _is_slow(
+    samples: Samples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float
+) -> bool:
+    limit = limits.factor
+    if usual:  # an endpoint that is usually nearly as slow needs a higher ratio
+        limit = max(limit, limits.usual_margin * min(limit, usual))
+    if not limits.factor or slowness.ratio < limit or slowness.seconds - slowness.peers_s < least_s:
         return False
-    needed = judged.least if slowness.ratio < 2.0 * bar else judged.least / 3.0
-    return judged.total >= needed - 1e-6
+    needed = samples.least if slowness.ratio < 2.0 * limit else samples.least / 3.0
+    return samples.total >= needed - 1e-6
 
 
-def _work_s(measure: Measure, shape: Shape, place: int) -> float:
-    """Seconds by the prior of work in the middle of a bin. Only ratios of them are used."""
-    work = 0.75 * (1 << place)
+def _work_s(measure: Measure, shape: Shape, bin_: int) -> float:
+    """Return the prior seconds of work in the middle of a bin. Only ratios of these are used."""
+    work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:
         return work
     if measure is Measure.TPOT:
@@ -270,4 +308,4 @@ def _work_s(measure: Measure, shape: Shape, place: int) -> float:
     return shape.request_s + steps * shape.step_s + compute_s + shape.wire_s * work + pairs_s
 
 
-_PLACES = tuple(Measure)
+_MEASURES = tuple(Measure)

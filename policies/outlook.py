@@ -1,69 +1,46 @@
-"""What a newcomer would meet at an endpoint: the outlook of EndpointLoad in plain floats, and an answer's pace.
+"""The forecast of an EngineLoad: what a new request would meet at the endpoint, as plain floats.
 
-Read from the engine on paper (paper.py) and the belief of its speed (latency.py). Not here: who reads it, and when one
-prompt's first token will come (foresight.py).
+Computed from the engine model (engine_model.py) and the learned speed (step_time.py). The
+simulation of one prompt's first token is in ttft_simulation.py.
 """
 
 from __future__ import annotations
 
-from math import exp, inf
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
-    from policies.timeline import Timeline
+    from policies.engine_load import EngineLoad
+    from policies.paper import Paper
 
-RATE_S = 20.0  # over how long the prompt tokens computed are averaged
-SHARE_S = 120.0  # over how long the share of the time that prompts take is averaged
-BEHIND = 0.2  # of what usually arrives, what is sent behind a prompt that waits: routing sends the most elsewhere
-FRESH_S = 0.5  # how old that average may be
-MOST_BUSY = 0.95  # no prediction lets prefill take more of the time than this
+# share of the usual arrivals that is sent behind a waiting prompt; routing sends most elsewhere
+BEHIND = 0.2
+FRESH_S = 0.5  # maximum age of the averages
+MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take
 
 
-class Averages:
-    """What an engine has been doing lately, on paper.
+def tpot_s(
+    timeline: Paper, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
+) -> float:
+    """Return the expected seconds per output token of a new request whose first token comes after
+    `first_s`.
 
-    rate         prompt tokens computed per second, over RATE_S
-    share, pace  of the time, what steps with prompts take; how many of them there are per second; over SHARE_S
+    This is the mean over all requests that may arrive meanwhile; most meet less, a few much more.
+    Adds the request to the batch in `decode_s_per_token`.
     """
-
-    __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
-
-    def __init__(self, now: float) -> None:
-        self.at, self.born = now, inf
-        self.rate = self.share = self.pace = self.seen_s = 0.0
-        self.seen_steps = 0
-
-    def update(self, timeline: Timeline, now: float) -> None:
-        """Count what was planned and computed since the last time."""
-        passed = now - self.at
-        kept = exp(-passed / RATE_S)
-        self.rate = self.rate * kept + timeline.planned * (1.0 - kept) / passed
-        self.at, timeline.planned = now, 0
-        if self.born < now:
-            gain = min(1.0, passed / min(SHARE_S, now - self.born))
-            self.share += gain * ((timeline.prefill_s - self.seen_s) / passed - self.share)
-            self.pace += gain * ((timeline.prefill_steps - self.seen_steps) / passed - self.pace)
-        else:
-            self.born = now
-        self.seen_s, self.seen_steps = timeline.prefill_s, timeline.prefill_steps
-
-
-def tpot_s(timeline: Timeline, load: EndpointLoad, prompt_tokens: int, output_tokens: int, first_s: float) -> float:
-    """Expected seconds per output token of a newcomer whose first token comes after `first_s`, in the mean over all
-    that may arrive meanwhile; most requests meet less, a few much more. It adds to the batch (step_s)."""
     belief, lately = load.belief, timeline.lately
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
     load.step_s += load.sequence_s + load.context_s * prompt_tokens
-    expected = step_s / (1.0 - share + lately.pace * step_s)  # steps with prompts make tokens too
-    if output_tokens > 0:  # those who come while it waits are computed while it decodes
+    # steps with prompts also generate tokens
+    expected = step_s / (1.0 - share + lately.pace * step_s)
+    if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes
         expected += BEHIND * share * first_s / output_tokens
     return expected
 
 
-def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
-    """Say in plain floats what a newcomer would meet (EndpointLoad's docstring)."""
+def refresh(timeline: Paper, load: EngineLoad, now: float) -> None:
+    """Recompute the forecast (see EngineLoad)."""
     timeline.fresh_at, timeline.stale = now, False
     belief, others = load.belief, load.others
     batch = timeline.batch + load.strangers + others.decoding
@@ -82,7 +59,8 @@ def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
     _queue(timeline, load, room, now)
     lately = timeline.lately
     if now - lately.at > FRESH_S:
-        lately.update(timeline, now)
+        lately.update(timeline.planned, timeline.prefill_s, timeline.prefill_steps, now)
+        timeline.planned = 0
     busy = lately.rate * belief.token_s
     stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
     load.sequence_s = stretch * belief.sequence_s
@@ -92,30 +70,39 @@ def refresh(timeline: Timeline, load: EndpointLoad, now: float) -> None:
         _room(timeline, load, load.kv_tokens, context)
 
 
-def _queue(timeline: Timeline, load: EndpointLoad, room: int, now: float) -> None:
-    """When what is queued will be computed, and when its next first token is due."""
+def _queue(timeline: Paper, load: EngineLoad, room: int, now: float) -> None:
+    """Set when the queued prompts will be computed, and when the next first token is due."""
     others, tokens = load.others, timeline.queued_tokens
     base = timeline.ends if timeline.busy else timeline.began
-    if others.prefill_tokens:  # computed between ours
+    if others.prefill_tokens:  # prompts of other gateways are computed in between
         base = max(base, now) + others.prefill_tokens * load.token_s
     queued_s = tokens * load.token_s + timeline.queued_pairs * load.pair_s
     load.ready_at = base + queued_s
     if timeline.finishing:
         load.due_at = base
     elif timeline.queue:
-        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s  # the first step may take all of them
+        # the first step may compute all of it
+        first_s = queued_s * room / tokens if tokens > room > 0 else queued_s
         enters = timeline.queue[0].enters
         load.due_at = (base if base > enters else enters) + first_s + timeline.over_s
     else:
         load.due_at = inf
 
 
-def _room(timeline: Timeline, load: EndpointLoad, kv_tokens: float, context: float) -> None:
-    """KV that is free when all who are queued have theirs, and how fast it comes back: answers end one by one."""
+def _room(timeline: Paper, load: EngineLoad, kv_tokens: float, context: float) -> None:
+    """Set the free KV once all queued prompts have theirs, and the rate at which ending answers
+    free it.
+    """
     waiting = load.others.prefill_tokens
     for prompt in timeline.queue:
         if not prompt.locked:
             waiting += prompt.prompt_tokens
-    load.kv_free = kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
-    # While prompts wait for KV nothing comes between decode steps: these are not stretched.
-    load.kv_s = load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context) if context > 0 else 0.0
+    load.kv_free = (
+        kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
+    )
+    # While prompts wait for KV, no prefill runs between decode steps, so these are not stretched.
+    load.kv_s = (
+        load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context)
+        if context > 0
+        else 0.0
+    )

@@ -1,24 +1,25 @@
-"""Pacing: how fast prompts may be given to an engine so that the answers it is giving stay within their TPOT budget.
+"""Pacing of prefill, so that the running answers of an engine meet their TPOT budget.
 
-While a chunk of a prompt is computed every answer of that engine waits. If a decode step takes d and the budget is b
-per token, prefill may take 1 - d/b of the time; a burst beyond is better held back than computed at once. A leaky
-bucket per endpoint. Not here: how long a queue may be (dual.py).
+While a chunk of a prompt is computed, every answer of that engine waits. If a decode step takes d
+and the budget is b per token, prefill may take 1 - d/b of the time. What exceeds that is held back.
+Implemented as a leaky bucket per endpoint. Queue length is limited elsewhere (priced.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.model import Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Candidate
 
 LEAST_SHARE = 0.2
-"""Prefill gets so much of the time whatever the budget: it may be one that nobody could keep."""
+"""Prefill always gets this share of the time: a budget may be impossible to meet."""
 
 
 class Pace:
-    """Seconds of prefill given to each endpoint beyond what its pace allowed, by slot. One owner.
+    """Seconds of prefill sent to each endpoint in excess of its pace, by slot. One owner.
 
-    share  of the TPOT budget that is planned with: the rest is for what is not known
+    share  fraction of the TPOT budget to plan with; the rest is a margin
     """
 
     __slots__ = ("_at", "_level", "_share")
@@ -29,21 +30,36 @@ class Pace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """How far the endpoint is ahead of its pace, in seconds of prefill."""
+        """Return how far the endpoint is ahead of its pace, in seconds of prefill."""
         level = self._level.get(load.slot, 0.0)
-        return max(0.0, level - self._pace(load, tpot_s) * (now - self._at[load.slot])) if level else 0.0
+        return (
+            max(0.0, level - self._pace(load, tpot_s) * (now - self._at[load.slot]))
+            if level
+            else 0.0
+        )
 
     def given(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
-        """The endpoint got a prompt; how far ahead it is now."""
+        """Record a prompt sent to the endpoint; return how far ahead of its pace it is now."""
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now
         return level
 
     def mean(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
-        """The share of the time that prefill may take, over all available candidates; 1 with none."""
-        paces = [self._pace(each.load, tpot_s) for each in candidates if each.load.available]
+        """Return the share of the time prefill may take, averaged over the available candidates.
+
+        1 if there are none.
+        """
+        paces = [
+            self._pace(candidate.load, tpot_s)
+            for candidate in candidates
+            if candidate.load.available
+        ]
         return sum(paces) / len(paces) if paces else 1.0
 
     def _pace(self, load: EndpointLoad, tpot_s: float) -> float:
-        """The share of the time that prefill may take."""
-        return max(LEAST_SHARE, 1.0 - load.timeline.decode_s / (self._share * tpot_s)) if load.decoding else 1.0
+        """Return the share of the time that prefill may take at this endpoint."""
+        return (
+            max(LEAST_SHARE, 1.0 - load.timeline.decode_s / (self._share * tpot_s))
+            if load.decoding
+            else 1.0
+        )

@@ -1,8 +1,8 @@
-"""One engine on paper: its queue of prompts, the step under way, the batch that decodes, its KV.
+"""Model of one engine: its queue of prompts, current step, decoding batch and KV.
 
-Lives here: the chunked-prefill scheduler played forward with the believed step times, and set right by every first
-token that really comes. Not here: what that teaches (lessons.py), what a newcomer would meet (outlook.py), step times
-(latency.py), what is booked for whom (ledger.py).
+Plays the chunked-prefill scheduler forward with the learned step times, and corrects itself at
+every real first token. What first tokens teach is in calibration.py, the forecast for a new request
+in load_forecast.py, step times in step_time.py, bookings in ledger.py.
 """
 
 from __future__ import annotations
@@ -12,94 +12,98 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies import lessons
+from policies.averages import Averages
 from policies.held import Prefixes
 
 if TYPE_CHECKING:
-    from policies.model import EndpointLoad
+    from policies.engine_load import EngineLoad
+    from policies.queued_prompt import Prompt
 
 TOGETHER = 0.25
-"""First tokens within so much of a decode step were made by one step."""
+"""First tokens within this share of a decode step belong to one step."""
 
 OVERDUE = 0.5
-"""By how much of its length a step is late that has not begun, where KV is as good as full."""
+"""A step late by this share of its length has not begun, if KV is nearly full."""
 
 NEARLY_FULL = 0.03
-"""Share of an engine's KV: with less of it free, a prompt that was believed to have room may be waiting for it."""
-
-
-class Prompt:
-    """One booked prompt on paper. What it knows of decoding is set at its first token.
-
-    enters    policy clock when the engine's scheduler sees it
-    left, at  tokens in no step yet, and tokens of the prompt before those
-    planned   its last chunk is in a step; decoding  it is past its first token; locked  it has its KV
-    coming    its KV is computed elsewhere, and has no room here yet
-    had       tokens of it that were believed to be cached, and so may be somebody else's as well
-    sequences answers that grow from it; output_tokens  expected of each of them
-    told      somebody will tell of its first token; else it is believed to come when the step ends
-    """
-
-    __slots__ = (
-        *("at", "began", "coming", "decode_base_s", "decode_context_s", "decoding", "enters", "had", "left", "locked"),
-        *("output_tokens", "planned", "prefill_s", "prefill_steps", "prompt_tokens", "sequences", "tick", "told"),
-    )
-
-    at: int
-    began: float
-    coming: bool
-    decode_base_s: float
-    decode_context_s: float
-    decoding: bool
-    enters: float
-    had: int
-    left: int
-    locked: bool
-    output_tokens: float
-    planned: bool
-    prefill_s: float
-    prefill_steps: int
-    prompt_tokens: int
-    sequences: int
-    tick: float
-    told: bool
-
-    @property
-    def fresh(self) -> int:
-        """Tokens that were to be computed when it came: the last one always is."""
-        return max(1, self.prompt_tokens - self.had)
-
-    def computed(self) -> None:
-        """Its first token is made, or believed to be where nobody will tell: it decodes."""
-
-    def join(self, now: float) -> None:
-        """Its endpoint's timeline begins anew, with it."""
+"""Share of KV: with less of it free, a prompt that was predicted to have room may be waiting for
+KV.
+"""
 
 
 class Paper:
-    """The steps of one engine, believed. Written here, by Timeline's events, and by lessons.py and outlook.py for them.
+    """The predicted steps of one engine.
 
-    queue                         prompts with tokens in no step yet, first come first served
-    queued_tokens, queued_pairs   those tokens, and their query-key pairs
-    busy, began, ends, finishing  whether a step with prompt chunks is under way, when it began and should end, and the
-                                  prompts that it completes; when not busy, `began` is a boundary of decode steps
-    step_tokens                   prompt tokens of that step
-    told_at                       when first tokens ended a step after which none is planned yet; -inf: no such step
-    batch, starts, tick, since    sequences that decode; `starts + batch * tick` is their context; steps so far, and
-                                  how many they were when the last of these sequences began
-    kv_prompts, kv_coming         prompt tokens that have KV and do not decode; those whose KV is computed elsewhere
-    prefixes                      what of all who have KV was cached, and how much of that the engine really holds
-    kv_ratio                      the same for all KV that is held on paper, as a mean of some seconds, for the outlook
-    decode_s                      a decode step as things stand (outlook.py)
-    raw_base_s, raw_context_s     what it takes by the prior, and to read the context
-    planned, prefill_*, decode_*  prompt tokens put in steps since anybody asked; steps with prompts and their time, and
-                                  the time of steps without by the prior in those two parts, ever
-    span                          the steps since somebody knew the clock: what the next first token judges
+    Written by EngineTimeline's events, and by calibration.py and load_forecast.py for them.
+
+    queue                          prompts with tokens in no step yet, first come first served
+    queued_tokens, queued_pairs    those tokens, and their query-key pairs
+    is_busy, step_began_at, step_ends_at, completing
+                                   whether a step with prompt chunks is running, its begin and
+                                   predicted end, and the prompts it completes; when idle,
+                                   `step_began_at` is the end of a decode step
+    step_tokens                    prompt tokens of that step
+    first_tokens_at                when first tokens ended a step and the next one is not planned
+                                   yet; -inf otherwise
+    batch, context_base, steps, batch_changed_at_step
+                                   decoding sequences; `context_base + batch * steps` is their
+                                   context; steps so far; steps when the batch last grew
+    kv_prompts, kv_coming          prompt tokens that have KV and do not decode; prompt tokens whose
+                                   KV is computed elsewhere
+    prefixes                       cached prefixes of all prompts that have KV, and how much of that
+                                   the engine really stores
+    kv_ratio                       the same ratio for all KV in the model, averaged over some
+                                   seconds, for the forecast
+    decode_s                       duration of a decode step at the present batch (load_forecast.py)
+    raw_base_s, raw_context_s      its prior without context, and its prior for reading the context
+    planned_tokens, prefill_*, decode_*
+                                   prompt tokens planned since last read; number and total time of
+                                   steps with prompts; total prior time of decode steps, in two
+                                   parts
+    averages                       running averages of the engine's work
+    idle_delay_s, step_overhead_s  seconds from a pick to the first step of an idle engine; the part
+                                   of a step with prompts that is not prefill
+    forecast_at, is_stale          when the forecast was computed, and whether it has left out a
+                                   change since
+    span                           the steps since the last known moment, which the next first token
+                                   is compared with
     """
 
     __slots__ = (
-        *("batch", "began", "busy", "decode_base_s", "decode_context_s", "decode_s", "ends", "finishing", "kv_coming"),
-        *("kv_prompts", "kv_ratio", "planned", "prefill_s", "prefill_steps", "prefixes", "queue", "queued_pairs"),
-        *("queued_tokens", "raw_base_s", "raw_context_s", "since", "span", "starts", "step_tokens", "tick", "told_at"),
+        *(
+            "batch",
+            "began",
+            "busy",
+            "decode_base_s",
+            "decode_context_s",
+            "decode_s",
+            "ends",
+            "finishing",
+            "fresh_at",
+        ),
+        *(
+            "idle_s",
+            "kv_coming",
+            "kv_prompts",
+            "kv_ratio",
+            "lately",
+            "over_s",
+            "planned",
+            "prefill_s",
+            "prefill_steps",
+        ),
+        *(
+            "prefixes",
+            "queue",
+            "queued_pairs",
+            "queued_tokens",
+            "raw_base_s",
+            "raw_context_s",
+            "since",
+            "span",
+            "stale",
+        ),
+        *("starts", "step_tokens", "tick", "told_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
@@ -109,81 +113,103 @@ class Paper:
         self.told_at = -inf
         self.began = self.ends = now
         self.finishing: list[Prompt] = []
-        self.batch = self.kv_prompts = self.kv_coming = self.planned = self.prefill_steps = self.step_tokens = 0
+        self.batch = self.kv_prompts = self.kv_coming = self.planned = self.prefill_steps = (
+            self.step_tokens
+        ) = 0
         self.starts = self.tick = self.since = 0.0
         self.kv_ratio = 1.0
         self.prefixes = Prefixes()
         self.prefill_s = self.decode_s = 0.0
         self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
+        self.lately = Averages(now)
+        self.fresh_at, self.stale = -inf, False
+        self.idle_s = self.over_s = 0.0
         self.span = lessons.Span()
 
-    def advance(self, load: EndpointLoad, now: float) -> None:
-        """Play the believed steps up to now. A step that completes a prompt lasts until its first token says so."""
-        if self.told_at > -inf and not self._go_on(load, now):
+    def advance(self, load: EngineLoad, now: float) -> None:
+        """Play the predicted steps up to `now`.
+
+        A step that completes a prompt lasts until its first token is reported.
+        """
+        if self.told_at > -inf and not self._plan_next(load, now):
             return
         while True:
             if self.busy:
-                ends = self.ends
-                if ends > now:
+                ends_at = self.ends
+                if ends_at > now:
                     return
-                if self.finishing and self._awaited():
-                    if not self._starved(load, now):
+                if self.finishing and self._has_awaited_token():
+                    if not self._is_waiting_for_kv(load, now):
                         return
-                    self._retract(load)
+                    self._undo_step(load)
                     continue
-                self.close(ends)
+                self.close(ends_at)
                 if self.queue:
-                    self._plan(load, ends)
+                    self._plan(load, ends_at)
             elif self.queue:
-                start = self.queue[0].enters
-                if self.batch:  # the decode step under way comes to its end first
-                    self._decode(start if start < now else now)
-                    start = self.began if self.began >= start else self.began + self.decode_s
-                if start > now or not self._begin(load, start):
+                starts_at = self.queue[0].enters
+                if self.batch:  # the running decode step ends first
+                    self._decode_until(starts_at if starts_at < now else now)
+                    starts_at = (
+                        self.began if self.began >= starts_at else self.began + self.decode_s
+                    )
+                if starts_at > now or not self._begin(load, starts_at):
                     break
             else:
                 break
         if self.batch:
-            self._decode(now)
+            self._decode_until(now)
 
     def together(self, now: float) -> bool:
-        """Whether first tokens have just ended a step, so that others of its may be on their way still."""
+        """Return whether first tokens have just ended a step, so that others of that step may still
+        arrive.
+        """
         return now - self.told_at <= TOGETHER * self.decode_s
 
-    def _go_on(self, load: EndpointLoad, now: float) -> bool:
-        """Plan the step after the one that first tokens ended, if all of them have come."""
-        at = self.told_at
+    def _plan_next(self, load: EngineLoad, now: float) -> bool:
+        """Plan the step after the one that first tokens ended.
+
+        False while others of that step may still arrive.
+        """
+        ended_at = self.told_at
         if self.together(now):
             return False
         self.told_at = -inf
-        if at - self.span.anchor > lessons.LEARN_S:
-            lessons.learn(self, load, at)
-        if not (self.queue and self._plan(load, at)):
-            lessons.learn(self, load, at)
+        if ended_at - self.span.anchor > lessons.LEARN_S:
+            lessons.learn(self.span, load, self.ends, ended_at)
+        if not (self.queue and self._plan(load, ended_at)):
+            lessons.learn(self.span, load, self.ends, ended_at)
         return True
 
     def skip(self, prompt: Prompt, now: float) -> None:
-        """The one prompt there was has been computed since anybody looked, and no lesson is due: no step is planned."""
-        begun = prompt.enters if prompt.enters < now else now
+        """Complete the only queued prompt without planning its step: it was computed since the last
+        event.
+
+        For prompts that would not teach anything, which saves the planning.
+        """
+        began_at = prompt.enters if prompt.enters < now else now
         if self.batch:
-            self._decode(begun)
+            self._decode_until(began_at)
         self.queue.clear()
         self.planned += prompt.left
         self.queued_tokens, self.queued_pairs, prompt.left = 0, 0.0, 0
         self.prefill_steps += 1
-        self.prefill_s += now - begun
+        self.prefill_s += now - began_at
         self.tick += 1
         self.began, prompt.planned = now, True
 
-    def _begin(self, load: EndpointLoad, start: float) -> bool:
-        """Begin a step with prompts after steps without, from where the next first token is measured."""
+    def _begin(self, load: EngineLoad, start: float) -> bool:
+        """Begin a step with prompts after steps without.
+
+        The next first token is measured from here.
+        """
         if self.batch:
-            self._decode(start)
+            self._decode_until(start)
         self.span.begin(start, 0.5 * self.decode_s if self.batch else 0.0, self.queue[0].enters)
         return self._plan(load, start)
 
-    def _decode(self, until: float) -> None:
-        """Whole decode steps up to a moment, while anybody decodes."""
+    def _decode_until(self, until: float) -> None:
+        """Advance by whole decode steps up to `until`."""
         steps = int((until - self.began) / self.decode_s + 1e-9)
         if steps > 0:
             self.tick += steps
@@ -191,8 +217,8 @@ class Paper:
             self.decode_base_s += steps * self.raw_base_s
             self.decode_context_s += steps * self.raw_context_s
 
-    def _plan(self, load: EndpointLoad, at: float) -> bool:
-        """Begin a step with the prompts that have entered by then; False when there are none that fit."""
+    def _plan(self, load: EngineLoad, now: float) -> bool:
+        """Begin a step with the prompts that have entered by then. Returns False if none fits."""
         belief, queue = load.belief, self.queue
         shape = belief.shape
         room = shape.budget_tokens - self.batch
@@ -200,11 +226,11 @@ class Paper:
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
-            if head.enters > at or not (head.locked or self._fits(load, head)):
+            if head.enters > now or not (head.locked or self._fits(load, head)):
                 break
-            take, left = head.left, room - tokens
-            if take > left:
-                take = left
+            take, capacity = head.left, room - tokens
+            if take > capacity:
+                take = capacity
             pairs += take * (head.at + 0.5 * take)
             head.at += take
             head.left -= take
@@ -219,13 +245,24 @@ class Paper:
         prefill, decode = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, context)
         self.planned += tokens
         self.step_tokens = tokens
-        self.busy, self.began = True, at
-        self.ends = at + belief.pace(tokens) * prefill + decode + belief.layers_s
-        self.span.add(prefill, shape.filling(tokens), belief.area_s * pairs, decode, load.others.prefill_tokens)
+        self.busy, self.began = True, now
+        self.ends = now + belief.pace(tokens) * prefill + decode + belief.layers_s
+        self.span.add(
+            prefill,
+            shape.filling(tokens),
+            belief.area_s * pairs,
+            decode,
+            load.others.prefill_tokens,
+        )
         return True
 
-    def _fits(self, load: EndpointLoad, prompt: Prompt) -> bool:
-        """Whether there is KV for all of the prompt, as engines ask before they begin one; then it is locked."""
+    def _fits(self, load: EngineLoad, prompt: Prompt) -> bool:
+        """Return whether KV is free for all of the prompt, and allocate it.
+
+        Engines check this before they begin one.
+
+        If nothing else occupies KV the prompt begins in any case.
+        """
         if self.needs(prompt) > self.kv_free(load):
             self.span.tight = True
             if self.batch or self.kv_prompts:
@@ -236,29 +273,38 @@ class Paper:
         return True
 
     def needs(self, prompt: Prompt) -> float:
-        """KV tokens that the engine must have free to begin it."""
+        """Return the KV tokens that must be free before the engine begins this prompt."""
         return prompt.fresh + self.prefixes.alone() * prompt.had
 
-    def kv_free(self, load: EndpointLoad) -> float:
-        """KV tokens that nobody holds now; infinite while it is unknown how many there are."""
+    def kv_free(self, load: EngineLoad) -> float:
+        """Return the free KV tokens; inf while the capacity is unknown."""
         if load.kv_tokens is None:
             return inf
-        held = self.starts + self.batch * self.tick + self.kv_prompts
-        return load.kv_tokens - (held - self.prefixes.tokens + self.prefixes.distinct)
+        used = self.starts + self.batch * self.tick + self.kv_prompts
+        return load.kv_tokens - (used - self.prefixes.tokens + self.prefixes.distinct)
 
-    def _starved(self, load: EndpointLoad, now: float) -> bool:
-        """Whether the step that is overdue has not begun, for others hold KV until it is full: all its prompts began
-        with it, on paper."""
+    def _is_waiting_for_kv(self, load: EngineLoad, now: float) -> bool:
+        """Return whether the overdue step has not begun in reality, because other sequences fill
+        KV.
+
+        Only steps whose prompts all began in them, in the model, can be undone.
+        """
         if now - self.ends < OVERDUE * (self.ends - self.began) or load.kv_tokens is None:
             return False
         if self.kv_free(load) > NEARLY_FULL * load.kv_tokens:
             return False
-        if not self.batch and self.kv_prompts <= sum(prompt.prompt_tokens for prompt in self.finishing):
+        if not self.batch and self.kv_prompts <= sum(
+            prompt.prompt_tokens for prompt in self.finishing
+        ):
             return False
         return sum(prompt.fresh for prompt in self.finishing) <= self.step_tokens
 
-    def _retract(self, load: EndpointLoad) -> None:
-        """The step was none: its prompts wait for KV, and there is less of it than was believed. Others decoded on."""
+    def _undo_step(self, load: EngineLoad) -> None:
+        """Undo a planned step that never started.
+
+        Its prompts are waiting for KV, so free KV was overestimated; meanwhile the engine ran
+        decode-only steps.
+        """
         finishing, self.finishing = self.finishing, []
         for prompt in reversed(finishing):
             prompt.left, prompt.at = prompt.fresh, prompt.prompt_tokens - prompt.fresh
@@ -271,27 +317,28 @@ class Paper:
         self.prefixes.distinct += max(0.0, self.kv_free(load) - self.needs(finishing[0]) + 1.0)
         self.busy, self.span.tight = False, True
 
-    def close(self, at: float) -> None:
-        """The step under way is over."""
+    def close(self, now: float) -> None:
+        """End the current step."""
         self.prefill_steps += 1
-        self.prefill_s += at - self.began
+        self.prefill_s += now - self.began
         self.tick += 1
-        self.busy, self.began = False, at
+        self.busy, self.began = False, now
         finishing, self.finishing = self.finishing, []
         for prompt in finishing:
             if not prompt.told:
                 prompt.computed()
-                self.start(prompt, at)
+                self.start(prompt, now)
 
-    def _awaited(self) -> bool:
-        """Whether somebody will tell when the step under way has ended."""
-        for prompt in self.finishing:  # noqa: SIM110  # any() costs twice as much, and nearly always there is one
+    def _has_awaited_token(self) -> bool:
+        """Return whether a first token of the current step will be reported."""
+        # any() is slower, and nearly always the first prompt decides
+        for prompt in self.finishing:  # noqa: SIM110
             if prompt.told:
                 return True
         return False
 
     def start(self, prompt: Prompt, now: float) -> None:
-        """A prompt is past its first token: it decodes."""
+        """Move a prompt past its first token into the decoding batch."""
         prompt.began, prompt.tick = now, self.tick
         self.since = self.tick
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
@@ -307,24 +354,24 @@ class Paper:
         self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
 
     def come(self, prompt: Prompt) -> None:
-        """Its KV is no longer computed elsewhere: it has its room here."""
+        """Allocate the KV of a prompt whose KV was computed elsewhere."""
         prompt.coming, prompt.locked = False, True
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
-    def hurry(self, load: EndpointLoad, prompt: Prompt, now: float) -> None:
-        """The engine is faster than believed: plan on to the step that completes this prompt."""
+    def hurry(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+        """Plan ahead to the step that completes this prompt, because the engine is faster."""
         prompt.enters = min(prompt.enters, now)
         while not prompt.planned:
             if self.busy:
                 self.close(min(self.ends, now))
-            for each in self.queue:
-                each.enters = min(each.enters, now)
-                if each is prompt:
+            for queued in self.queue:
+                queued.enters = min(queued.enters, now)
+                if queued is prompt:
                     break
-            if self.queue:  # its KV was there: less is held than was believed
-                lacking = self.needs(self.queue[0]) - self.kv_free(load)
-                self.prefixes.distinct = max(0.0, self.prefixes.distinct - max(0.0, lacking))
+            if self.queue:  # Its KV was allocated, so less KV is in use than modelled.
+                missing = self.needs(self.queue[0]) - self.kv_free(load)
+                self.prefixes.distinct = max(0.0, self.prefixes.distinct - max(0.0, missing))
             if self._plan(load, now):
                 self._rewind()
             else:
@@ -332,7 +379,9 @@ class Paper:
                 prompt.planned = True
 
     def _rewind(self) -> None:
-        """The step just planned ends now: of the decode steps since a batch was known, those in its time were none."""
+        """End the step that was just planned now, and take back the decode steps counted in its
+        time.
+        """
         if self.batch:
             steps = min(int((self.ends - self.began) / self.decode_s + 0.5), self.tick - self.since)
             self.tick -= steps
@@ -341,8 +390,10 @@ class Paper:
             self.decode_context_s -= steps * self.raw_context_s
 
     def remove(self, prompt: Prompt) -> None:
-        """Out of the queue, if it is there."""
+        """Remove the prompt from the queue if it is there."""
         if prompt.left and prompt in self.queue:
             self.queue.remove(prompt)
             self.queued_tokens -= prompt.left
-            self.queued_pairs = max(0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left))
+            self.queued_pairs = max(
+                0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left)
+            )

@@ -1,7 +1,7 @@
-"""PrefixIndex: what each endpoint is believed to hold in its prefix cache.
+"""PrefixIndex: what each endpoint is believed to have in its prefix cache.
 
-Lives here: block key -> who holds it, ageing after the engines' own LRU, the memory cap. Not here: how a prompt
-becomes keys (fingerprint.py), or what a belief is worth in a decision (scorers.py).
+Maps block keys to the slots that hold them, with ageing like the engines' own LRU and a memory cap.
+Keys are computed in fingerprint.py; the use of matches is in scorers.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from policies.fingerprint import Fingerprint
 from policies.rungs import LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
-"""What one remembered block may cost: its dict entry just after growth (55), the key (48), and a holders number of its
-own with up to eight holders. Most blocks share their holders with their neighbours and cost about half."""
+"""Upper bound of the memory of one block: dict entry after a resize, key, own holders int.
+
+The bound covers up to eight holders. Most blocks share their holders with neighbours and cost half.
+"""
 
 HOLDER_COST_BYTES = 9
-"""What each holder beyond the eighth adds to that: 64 bits, of which an int keeps 30 in 4 bytes."""
+"""Memory of each holder beyond the eighth: 64 bits, of which an int stores 30 in 4 bytes."""
 
 LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
 
@@ -40,11 +42,14 @@ _NOTHING = 1e-6
 
 
 _Run = tuple[int, int, int, int]
-"""Neighbouring blocks: where they end, their holders, those other than the one who has them now, its stamp before."""
+"""A run of blocks: end, holders, holders without the inserting slot, that slot's old stamp."""
 
 
 class IndexStats(msgspec.Struct, frozen=True):
-    """bytes: memory in use; blocks: entries; evictions: entries dropped at the cap; held_tokens: believed, per slot."""
+    """bytes: memory in use.
+
+    Blocks: entries; evictions: entries dropped at the cap; cached_tokens: per slot.
+    """
 
     bytes: int
     blocks: int
@@ -53,13 +58,23 @@ class IndexStats(msgspec.Struct, frozen=True):
 
 
 class _Holder:
-    """One slot's book: how much it is believed to hold, by generation. A generation's name is its stamp.
+    """What one slot is believed to hold, by generation. A generation is named by its stamp.
 
-    `evicted` are tokens that aged out, `missed` those of them that were asked for again while nobody held them; both
-    fade over as many evictions as the slot has room for. What died before stamp `reborn` was no eviction.
+    `evicted` are tokens that aged out, `missed` those of them that were requested again while no
+    slot held them; both decay over as many evictions as the slot has room for. Whatever expired
+    before stamp `reborn` does not count as evicted.
     """
 
-    __slots__ = ("capacity_tokens", "evicted", "held", "missed", "reborn", "stamp", "tokens", "trust")
+    __slots__ = (
+        "capacity_tokens",
+        "evicted",
+        "held",
+        "missed",
+        "reborn",
+        "stamp",
+        "tokens",
+        "trust",
+    )
 
     def __init__(self, slot: int) -> None:
         self.stamp = MAX_SLOTS | slot
@@ -86,7 +101,10 @@ class _Holder:
         self.held += tokens
 
     def lose(self, stamp: int, tokens: float) -> None:
-        """A generation of which nothing is left goes, unless it gains still or says who is alive, being the oldest."""
+        """Subtract tokens from a generation.
+
+        Delete it when empty, unless it is the newest or the oldest one.
+        """
         known = self.tokens.get(stamp, 0.0)
         if known - tokens > _NOTHING:
             self.tokens[stamp] = known - tokens
@@ -99,7 +117,9 @@ class _Holder:
                 del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
-        """The oldest stamp alive, after beginning a generation if this is full and ending those beyond the room."""
+        """Return the oldest live stamp, after starting a new generation if due and expiring those
+        beyond the capacity.
+        """
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust
             if self.tokens[self.stamp] * _GENERATIONS > room:
@@ -115,38 +135,56 @@ class _Holder:
         self.missed *= fading
 
     def regret(self) -> float:
-        """Share of the evictions, 0 to 1, that turned out a pity. Few evictions say little: they count as harmless."""
+        """Return the share of evictions that were requested again, 0 to 1.
+
+        Few evictions count as harmless.
+        """
         if not self.missed or self.capacity_tokens is None:
             return 0.0
         return min(1.0, self.missed / (self.evicted + 0.1 * self.capacity_tokens))
 
 
 class PrefixIndex:
-    """Block key -> stamps of the slots believed to hold the block. Owned by one event loop; outlives reloads.
+    """Block key -> stamps of the slots believed to hold the block.
 
-    A stamp is `generation << 16 | slot`. Each slot counts its own generations: one ends when 1/32 of the engine's
-    capacity has been stamped with it. A block met again is stamped anew, which is what touching does in an engine's
-    LRU; when a slot's live stamps add up to more than its capacity its oldest generation dies, by moving one number
-    (`_oldest_alive[slot]`) past it. Nothing is walked: dead stamps are seen as dead when read.
+    Owned by one event loop; survives reloads.
 
-    The stamps of all holders of a block lie side by side in one Python int (64 bits each): an int is invisible to the
-    garbage collector, and a run of blocks shares one object. Along a chain stamps only get older and holders fewer,
-    because whoever touches a block touches all before it; so the end of anyone's belief is found by halving.
+    A stamp is `generation << 16 | slot`. Each slot counts its own generations: one ends when 1/32
+    of the engine's capacity has been stamped with it. A block met again gets a new stamp, which is
+    what a hit does in an engine's LRU. When a slot's live stamps exceed its capacity, its oldest
+    generation expires by moving one number (`_oldest_alive[slot]`) past it. Nothing is traversed:
+    dead stamps are recognized when read.
 
-    Memory: entries are spread over up to 256 dicts by key, so that no growth stalls the loop for more than about a
-    millisecond; at `cap_bytes` (counted at BLOCK_COST_BYTES per block, and HOLDER_COST_BYTES per holder beyond eight
-    as if no block shared its holders) the oldest quarter of one dict is dropped per need. What that loses is belief,
-    never correctness.
+    The stamps of all holders of a block are packed into one Python int (64 bits each): an int is
+    invisible to the garbage collector, and a run of blocks shares one object. Along a chain, stamps
+    only get older and holders fewer, because a hit on a block is a hit on all before it. The end of
+    a slot's match is therefore found by bisection.
+
+    Memory: entries are distributed over up to 256 dicts by key, so that no resize blocks the event
+    loop for more than about a millisecond. At `cap_bytes` (BLOCK_COST_BYTES per block, and
+    HOLDER_COST_BYTES per holder beyond the eighth as if no block shared its holders) the oldest
+    quarter of one dict is dropped when needed. That loses hints, never correctness. Raises
+    ValueError if `cap_bytes` is too small.
     """
 
     __slots__ = (
-        *("_blocks", "_cap_bytes", "_evictions", "_further", "_holders", "_most_blocks", "_next_to_trim"),
+        *(
+            "_blocks",
+            "_cap_bytes",
+            "_evictions",
+            "_extra_holders",
+            "_holders",
+            "_most_blocks",
+            "_next_to_trim",
+        ),
         *("_oldest_alive", "_shard_mask", "_shards"),
     )
 
     def __init__(self, cap_bytes: int) -> None:
         if cap_bytes < LEAST_CAP_BYTES:
-            raise ValueError(f"a prefix index needs at least {LEAST_CAP_BYTES} bytes, not {cap_bytes}")
+            raise ValueError(
+                f"a prefix index needs at least {LEAST_CAP_BYTES} bytes, not {cap_bytes}"
+            )
         self._cap_bytes = cap_bytes
         self._most_blocks = cap_bytes // BLOCK_COST_BYTES
         shards = _MOST_SHARDS
@@ -158,39 +196,43 @@ class PrefixIndex:
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
         self._blocks = 0
-        self._further = 0  # holders beyond the eighth, of all blocks together
+        self._extra_holders = 0  # holders beyond the eighth, over all blocks
         self._evictions = 0
 
     # -- reading
 
     def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """How many of the prompt's tokens each slot is believed to hold, index = slot.
+        """Return how many tokens of the prompt each slot is believed to hold.
 
-        Bytes are scaled to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never seen are beyond the list's end.
+        The index is the slot.
+
+        Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
+        beyond the end of the list.
         """
         reach = [0] * len(self._holders)
-        known = self._known(fingerprint.rungs)
+        known = self._count_known(fingerprint.rungs)
         if not known:
             return reach
-        self._measure(fingerprint.rungs, known - 1, reach)
+        self._measure_reach(fingerprint.rungs, known - 1, reach)
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         return [int(blocks * scale) for blocks in reach]
 
     def held_tokens(self, slot: int) -> float:
-        """How many tokens the endpoint in this slot is believed to hold, of all prompts together."""
+        """Return the tokens the endpoint in this slot is believed to hold, over all prompts."""
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def regret(self, slot: int) -> float:
-        """Share, 0 to 1, of what aged out of this slot that was asked for again when nobody held it any more.
+        """Return the share of a slot's evicted tokens that were requested again while uncached.
 
-        A ghost list for free: an entry whose holders are all dead stays in the table until its key is met again or the
-        cap drops it. Counted by tokens, fading over as many evictions as the slot has room for.
+        This is a ghost list without extra memory: an entry whose holders are all dead stays in the
+        table until its key is met again or the cap drops it. Decays over as many evictions as the
+        slot has room for.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
-    def _measure(self, keys: Keys, last: int, reach: list[int]) -> None:
-        """Writes into `reach` how many blocks each slot holds: halves only where holders change between two rungs."""
-        first_holders, last_holders = self._at(keys[0]), self._at(keys[last])
+    def _measure_reach(self, keys: Keys, last: int, reach: list[int]) -> None:
+        """Write into `reach` how many blocks each slot holds. Bisects only where holders change."""
+        first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         for slot in alive[last_holders]:
             reach[slot] = LENGTHS[last]
@@ -201,7 +243,7 @@ class PrefixIndex:
                 continue
             if high - low > 1:
                 middle = (low + high) // 2
-                at_middle = self._at(keys[middle])
+                at_middle = self._holders_of(keys[middle])
                 if at_middle not in alive:
                     alive[at_middle] = self._alive(at_middle)
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
@@ -211,7 +253,7 @@ class PrefixIndex:
                 if reach[slot] < length:
                     reach[slot] = length
 
-    def _at(self, key: int) -> int:
+    def _holders_of(self, key: int) -> int:
         return self._shards[key & self._shard_mask].get(key, 0)
 
     def _alive(self, holders: int) -> list[int]:
@@ -221,8 +263,11 @@ class PrefixIndex:
             return [slot] if holders >= oldest[slot] else []
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
-    def _known(self, keys: Keys) -> int:
-        """The first rung without an entry, by halving; all if all are known, which is asked first."""
+    def _count_known(self, keys: Keys) -> int:
+        """Return the first index without an entry, by bisection.
+
+        The length if all are known, which is checked first.
+        """
         shards, mask = self._shards, self._shard_mask
         low, high = 0, len(keys)
         if high:
@@ -242,25 +287,35 @@ class PrefixIndex:
     # -- learning
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
-        """The slot was given this prompt and will hold all of it. Costs only what is new or was not touched lately."""
+        """Record that the slot was sent this prompt and will hold all of it.
+
+        Costs only new or long untouched blocks.
+        """
         if fingerprint.rungs:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.insert_rungs(fingerprint.rungs, slot, tokens_per_block)
 
     def insert_rungs(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """As `insert`, by the keys that have entries alone (rungs.py), of which there is at least one."""
+        """Like `insert`, from the sampled keys only (sampled_keys.py), of which there must be at
+        least one.
+        """
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
             keys = keys[: self._most_blocks]
-        self._make_room(len(keys))  # as if all were unknown: some may be room made among the known
+        # as if all keys were new: dropping entries may drop some of these
+        self._make_room(len(keys))
         fresh, runs = self._stamp(keys, holder.stamp)
         if runs:
-            self._book(fresh, runs, holder, tokens_per_block)
+            self._record_runs(fresh, runs, holder, tokens_per_block)
             self._oldest_alive[slot] = holder.oldest_alive()
 
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
-        """Stamps blocks anew and moves them to the young end of their dict, deepest first, until one bears the stamp
-        already: so do all before it. How many those are, and the runs of blocks whose holders were the same."""
+        """Stamp blocks and move them to the young end of their dict, last block first, until one
+        has the stamp already.
+
+        All blocks before that one have it too. Returns their number, and the runs of blocks that
+        had equal holders.
+        """
         shards, mask = self._shards, self._shard_mask
         runs: list[_Run] = []
         run = renewed = -1
@@ -279,32 +334,38 @@ class PrefixIndex:
             shard[key] = renewed
         return 0, runs
 
-    def _book(self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float) -> None:
-        """All these runs are young in the holder's book and no longer old; who has evicted them regrets it."""
+    def _record_runs(
+        self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float
+    ) -> None:
+        """Count these runs as young for the holder and no longer as old, and as missed by slots
+        that evicted them.
+        """
         lengths, oldest = LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
-        low, done = fresh, lengths[fresh - 1] if fresh else 0
-        holder.gain((lengths[runs[0][0] - 1] - done) * tokens_per_block)
+        low, covered = fresh, lengths[fresh - 1] if fresh else 0
+        holder.gain((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
         for end, holders, others, previous in reversed(runs):
             if holders:
-                tokens = (lengths[end - 1] - done) * tokens_per_block
+                tokens = (lengths[end - 1] - covered) * tokens_per_block
                 holder.lose(previous, tokens)
                 if not others and previous < oldest:
                     self._regret(holders, tokens)
                 if holders > _ROOM_FOR_ONE:
-                    self._further += (end - low) * (_beyond(others << _LANE_BITS) - _beyond(holders))
+                    self._extra_holders += (end - low) * (
+                        _count_extra(others << _LANE_BITS) - _count_extra(holders)
+                    )
             else:
                 self._blocks += end - low
-            low, done = end, lengths[end - 1]
+            low, covered = end, lengths[end - 1]
 
     def _regret(self, holders: int, tokens: float) -> None:
-        """Blocks that all these slots have evicted are computed once more: each is missed where it was."""
+        """Count the blocks as missed at every slot that has evicted them."""
         for stamp in _stamps(holders):
             holder = self._holders[stamp & _SLOT]
             if stamp >= holder.reborn:
                 holder.missed += tokens
 
     def _without(self, holders: int, slot: int) -> tuple[int, int]:
-        """The live holders other than `slot`, and the stamp that slot had (0: none)."""
+        """Return the live holders other than `slot`, and the stamp that slot had (0: none)."""
         others = previous = 0
         for stamp in _stamps(holders):
             if stamp & _SLOT == slot:
@@ -316,14 +377,18 @@ class PrefixIndex:
     def _stride(self, rung: int) -> int:
         return LENGTHS[rung] - (LENGTHS[rung - 1] if rung else 0)
 
-    def trim(self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int) -> None:
-        """The slot holds at most `kept_tokens` of this prompt: for one that died before its first token."""
+    def trim(
+        self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
+    ) -> None:
+        """Record that the slot holds at most `kept_tokens` of this prompt: it failed before its
+        first token.
+        """
         if fingerprint.rungs:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_rungs(fingerprint.rungs, slot, kept_tokens, tokens_per_block)
 
     def trim_rungs(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """As `trim`, by the keys that have entries alone."""
+        """Like `trim`, from the sampled keys only."""
         if slot >= len(self._holders):
             return
         first = bisect_right(LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
@@ -333,7 +398,7 @@ class PrefixIndex:
                 holders = shard[key]
                 others, previous = self._without(holders, slot)
                 self._holders[slot].lose(previous, self._stride(rung) * tokens_per_block)
-                self._further += _beyond(others) - _beyond(holders)
+                self._extra_holders += _count_extra(others) - _count_extra(holders)
                 if others:
                     shard[key] = others
                 else:
@@ -341,11 +406,13 @@ class PrefixIndex:
                     self._blocks -= 1
 
     def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
-        """An answer told what was really cached; shares of the prompt, 0 to 1, as believed at the pick and as reported.
+        """Compare an answer's cached share of the prompt (0 to 1) with the share believed at the
+        pick.
 
-        An engine's LRU gives up its oldest first, so finding less than believed says that the cache is smaller than we
-        count on (running requests live in the same memory): the slot's believed capacity shrinks by 5 %, and regrows by
-        2 % with every belief that held. A slot without a known capacity gets what it holds now as a first estimate.
+        An engine's LRU evicts the oldest first, so finding less than believed means that its cache
+        is smaller than assumed (running requests use the same memory). The slot's assumed capacity
+        then shrinks by 5 %, and regrows by 2 % with every match that was right. A slot without a
+        known capacity gets its present content as a first estimate.
         """
         if slot >= len(self._holders) or believed_share <= _TOLERANCE:
             return
@@ -359,18 +426,22 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def set_capacity(self, slot: int, tokens: int | None) -> None:
-        """How many tokens of KV the endpoint in this slot has room for; beliefs beyond it age out, oldest first.
+        """Set how many tokens of KV the endpoint in this slot can hold.
 
-        None: nobody knows, as of an endpoint not heard yet.
+        Matches beyond it expire, oldest first.
+
+        None: unknown, as for an endpoint not scraped yet.
         """
         holder = self._holder(slot)
         holder.capacity_tokens = None if tokens is None else float(tokens)
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Nothing is believed of the slot any more (restarted, removed, given to another endpoint). O(1).
+        """Drop everything about the slot (restarted, removed, or reused for another endpoint).
 
-        Its capacity stays until `set_capacity` says otherwise; mistrust of it is forgotten too.
+        O(1).
+
+        Its capacity stays until `set_capacity` changes it; the shrinking of it is reset.
         """
         if slot < len(self._holders):
             self._holders[slot].empty()
@@ -379,10 +450,19 @@ class PrefixIndex:
     # -- memory
 
     def stats(self) -> IndexStats:
-        """Counts and measured memory; walks the dicts' headers (some 30 us), so for scrapes, not for requests."""
+        """Return counts and measured memory.
+
+        Walks the dicts' headers, so for scrapes, not for requests.
+        """
         key_bytes = sys.getsizeof(_LANE) + 12
-        used = sum(map(sys.getsizeof, self._shards)) + self._blocks * key_bytes + self._further * HOLDER_COST_BYTES
-        return IndexStats(used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders))
+        used = (
+            sum(map(sys.getsizeof, self._shards))
+            + self._blocks * key_bytes
+            + self._extra_holders * HOLDER_COST_BYTES
+        )
+        return IndexStats(
+            used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders)
+        )
 
     def _holder(self, slot: int) -> _Holder:
         if not 0 <= slot < MAX_SLOTS:
@@ -393,26 +473,31 @@ class PrefixIndex:
         return self._holders[slot]
 
     def _make_room(self, blocks: int) -> None:
-        while (self._blocks + blocks) * BLOCK_COST_BYTES + self._further * HOLDER_COST_BYTES > self._cap_bytes:
+        while (
+            self._blocks + blocks
+        ) * BLOCK_COST_BYTES + self._extra_holders * HOLDER_COST_BYTES > self._cap_bytes:
             shard = self._shards[self._next_to_trim]
             dropped = (len(shard) + 3) // 4
-            if self._further and max(islice(shard.values(), dropped), default=0) > _MOST_IN_COST:
-                self._further -= sum(map(_beyond, islice(shard.values(), dropped)))
+            if (
+                self._extra_holders
+                and max(islice(shard.values(), dropped), default=0) > _MOST_IN_COST
+            ):
+                self._extra_holders -= sum(map(_count_extra, islice(shard.values(), dropped)))
             self._shards[self._next_to_trim] = dict(islice(shard.items(), dropped, None))
             self._next_to_trim = (self._next_to_trim + 1) & self._shard_mask
             self._blocks -= dropped
             self._evictions += dropped
 
 
-def _beyond(holders: int) -> int:
-    """How many holders beyond the eighth are packed into the number."""
+def _count_extra(holders: int) -> int:
+    """Return how many holders beyond the eighth are packed into the int."""
     if holders <= _MOST_IN_COST:
         return 0
     return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST
 
 
 def _stamps(holders: int) -> list[int]:
-    """The stamps packed into a holders number, at most one per slot."""
+    """Return the stamps packed into a holders int, at most one per slot."""
     if holders <= _LANE:
         return [holders] if holders else []
     lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS

@@ -1,17 +1,19 @@
-"""How long prompts turn out to be: what engines count over what was estimated from the bytes.
+"""Correction of estimated prompt lengths by the lengths that engines report.
 
-One ratio per model, and another one for its prompts with media. Not here: the estimate itself (gateway/openai.py), and
-how long answers become (lengths.py).
+One ratio per model, and a second one for its prompts with media. The estimate itself is the
+gateway's; answer lengths are in output_length.py.
 """
 
 from __future__ import annotations
 
-LEAST_ANSWERS = 8  # before a ratio is believed, and between two updates of it
-CLOSE_ENOUGH = 0.1  # an estimate within this share stands, and is then the same at every gateway of a fleet
-MEMORY_TOKENS = 1 << 20  # of estimates; beyond it everything seen counts half
-# The most tokens that text has per estimated token (a token per byte), and those that a chat template adds.
+LEAST_ANSWERS = 8  # before a ratio is used, and between two updates of it
+# smaller errors are ignored, so that all gateways of a fleet use the same estimate
+CLOSE_ENOUGH = 0.1
+MEMORY_TOKENS = 1 << 20  # estimated tokens, after which the history is halved
+# The most tokens of text per estimated token (one per byte), and of a chat template.
 MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
-LOWEST, HIGHEST = 1 / 64, 16.0  # no tokenizer or image encoder is further off; a usage that is, is wrong
+# limits of a plausible ratio; outside of them the reported usage is wrong
+LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
@@ -20,23 +22,34 @@ def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
 
 
 class PromptLengths:
-    """Ratios of counted to estimated prompt tokens, learnt from answers. One writer: the code that ends requests.
+    """Ratios of reported to estimated prompt tokens, learned from answers.
 
-    ratios  by model and whether there are media; absent where estimates are close enough
+    One writer: the code that ends requests.
+
+    ratios  by model and whether the prompt has media; absent where estimates are close enough
     """
 
-    __slots__ = ("_seen", "ratios")
+    __slots__ = ("_sums", "ratios")
 
     def __init__(self) -> None:
         self.ratios: dict[tuple[str, bool], float] = {}
-        self._seen: dict[tuple[str, bool], list[float]] = {}
+        self._sums: dict[tuple[str, bool], list[float]] = {}
 
-    def counted(self, model: str, has_media: bool, estimated_tokens: int, prompt_tokens: int, answers: int = 1) -> None:
-        """Engines counted the tokens of so many prompts, which were estimated as `estimated_tokens`, uncorrected."""
+    def counted(
+        self,
+        model: str,
+        has_media: bool,
+        estimated_tokens: int,
+        prompt_tokens: int,
+        answers: int = 1,
+    ) -> None:
+        """Record what engines counted for prompts that were estimated, uncorrected, as
+        `estimated_tokens` together.
+        """
         key = model, has_media
-        seen = self._seen.get(key)
+        seen = self._sums.get(key)
         if seen is None:
-            seen = self._seen[key] = [0.0, 0.0, 0.0]
+            seen = self._sums[key] = [0.0, 0.0, 0.0]
         seen[0] += answers
         seen[1] += estimated_tokens
         seen[2] += prompt_tokens
@@ -50,10 +63,10 @@ class PromptLengths:
             self.ratios[key] = min(HIGHEST, max(LOWEST, ratio))
         else:
             self.ratios.pop(key, None)
-        kept = 0.5 if estimated > MEMORY_TOKENS else 1.0
-        seen[:] = 0.0, estimated * kept, counted * kept
+        decay = 0.5 if estimated > MEMORY_TOKENS else 1.0
+        seen[:] = 0.0, estimated * decay, counted * decay
 
     def corrected(self, model: str, has_media: bool, estimated_tokens: int) -> int:
-        """The estimate as like prompts of the model turned out."""
+        """Return the estimate times the model's ratio, at least 1 if there is a ratio."""
         ratio = self.ratios.get((model, has_media))
         return estimated_tokens if ratio is None else int(estimated_tokens * ratio + 0.5) or 1

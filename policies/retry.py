@@ -1,7 +1,7 @@
-"""The fleet's retry budget: retries help one request and, when everything fails, hurt all of them.
+"""The retry budget: retries help single requests, but overload the fleet when everything fails.
 
-Lives here: whether one more retry may run now. Not here: which endpoint it goes to (filters.untried), or whether the
-request may be retried at all (gateway/serve.py: free until the first byte).
+Decides whether one more retry may run now. Which endpoint it uses is in filters.py; whether a
+request may be retried at all is the gateway's decision.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import msgspec
 
 
 class RetryLimits(msgspec.Struct, frozen=True):
-    """Concurrent retries allowed: `share` of the active requests, and `floor` more so that a quiet fleet can retry."""
+    """Allowed concurrent retries: `share` of the active requests plus `floor`, so that an idle
+    fleet can retry.
+    """
 
     share: float = 0.2
     floor: int = 3
 
 
 class RetryBudget:
-    """Counts the retries now running (after Envoy's retry budget: 20 % of active requests, at least 3).
+    """Counts running retries (after Envoy's retry budget: 20 % of active requests, at least 3).
 
-    Owned by one gateway, which may change its `limits`; every True of `try_take` is followed by one `give_back`
-    when that attempt has ended.
+    One per gateway, which may change its `limits`. Every successful `try_take` needs one
+    `give_back` when the attempt ends.
     """
 
     __slots__ = ("limits", "running")
@@ -30,14 +32,16 @@ class RetryBudget:
         self.running = 0
 
     def try_take(self, active: int) -> bool:
-        """Whether one more retry may start while `active` requests are in the gateway; counts it if so."""
+        """Return whether a retry may start while `active` requests are in the gateway, and count it
+        if so.
+        """
         if self.running >= self.limits.floor + self.limits.share * active:
             return False
         self.running += 1
         return True
 
     def give_back(self) -> None:
-        """A retry has ended, well or badly. Raises RuntimeError if none was running."""
+        """Count a finished retry. Raises RuntimeError if none was running."""
         if not self.running:
-            raise RuntimeError("a retry was given back that had not been taken")
+            raise RuntimeError("give_back() without a running retry")
         self.running -= 1

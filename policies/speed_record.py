@@ -1,8 +1,8 @@
-"""The evidence of one endpoint's speed: samples by size of work, and the verdict of the last comparison.
+"""Speed evidence of one endpoint: samples by size of work, and the verdict of the last comparison.
 
-Evidence is gathered on every pool, whatever its policy reads, so a request costs one append; the samples are counted at
-the next review. Not here: the comparison with peers (outlier.py), and who takes the samples (gateway/booking.py,
-gateway/speed_monitor.py).
+It is gathered on every pool, whatever its policy reads, so a request costs one append; samples are
+aggregated at the next review. The comparison with peers is in outlier.py; samples are taken by the
+gateway.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ import msgspec
 
 BINS = 24
 SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
-"""First tokens that follow each other within this time, or this share of the step, were made by one step."""
+"""First tokens that follow each other within this time, or this share of the step, come from one
+step.
+"""
 
 RECENT, REFERENCE = 0.76, 0.966
-"""What one second leaves of the evidence: half is gone after 2.5 s and after 20 s."""
+"""Factors on the evidence per second: half of it is gone after 2.5 s and after 20 s."""
 
 NEEDED = (6.0, 3.0, 6.0)
-"""Samples that a verdict needs, by measure; a third of them does at twice the ratio. So many stay however old they are:
-a quiet endpoint would have no evidence otherwise. One of TPOT is of all streams over a second."""
+"""Samples a verdict needs, by measure; a third of them at twice the ratio.
+
+This many never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
+covers all streams over one second.
+"""
 
 MOST_UNCOUNTED = 64
-"""Samples of a measure that are kept between two reviews. Those that come after them are not needed for a mean."""
+"""Samples per measure between two reviews; further ones are not needed for a mean."""
 
 LEAST_SHARE_CLEAR = 0.2
-"""Share of a second without a prompt in work that must be left before a stream's pace is measured in it."""
+"""Share of a second without prefill that is needed to measure the pace of a stream."""
 
 JOIN_S = 0.03
 """A prompt sent so soon after a prefill step began may be part of it: engines first end the decode step under way."""
@@ -55,7 +60,7 @@ class Measure(StrEnum):
 
 
 class Verdict(StrEnum):
-    """SUSPECT: the endpoint gets few requests while others have room. SLOW: it is to be ejected."""
+    """SUSPECT: gets few requests while others have room. SLOW: should be ejected."""
 
     NORMAL = "normal"
     SUSPECT = "suspect"
@@ -63,7 +68,9 @@ class Verdict(StrEnum):
 
 
 class Slowness(msgspec.Struct, frozen=True):
-    """How slow an endpoint was found: `seconds` per sample where its peers take `peers_s` for the same work."""
+    """How slow an endpoint is: `seconds` per sample where its peers take `peers_s` for the same
+    work.
+    """
 
     measure: Measure
     ratio: float
@@ -72,7 +79,10 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class Samples:
-    """Seconds and counts by bin of work. `total` is the sum of counts; `least` of them are never forgotten."""
+    """Seconds and counts by bin of work.
+
+    `total` is the sum of counts; the last `least` of them never expire.
+    """
 
     __slots__ = ("counts", "least", "seconds", "total")
 
@@ -82,9 +92,9 @@ class Samples:
         self.counts = [0.0] * BINS
         self.total = 0.0
 
-    def add(self, place: int, seconds: float) -> None:
-        self.seconds[place] += seconds
-        self.counts[place] += 1.0
+    def add(self, bin_: int, seconds: float) -> None:
+        self.seconds[bin_] += seconds
+        self.counts[bin_] += 1.0
         self.total += 1.0
 
     def mean_s(self, work: int) -> float:
@@ -96,29 +106,30 @@ class Samples:
         return self.less(Samples(self.least))
 
     def less(self, other: Samples) -> Samples:
-        """What there is beyond the other's."""
-        beyond = Samples(self.least)
-        beyond.seconds = [*map(sub, self.seconds, other.seconds)]
-        beyond.counts = [*map(sub, self.counts, other.counts)]
-        beyond.total = self.total - other.total
-        return beyond
+        """Return the difference to older samples."""
+        difference = Samples(self.least)
+        difference.seconds = [*map(sub, self.seconds, other.seconds)]
+        difference.counts = [*map(sub, self.counts, other.counts)]
+        difference.total = self.total - other.total
+        return difference
 
-    def decay(self, kept: float) -> None:
-        """Forget a share, but never all of the last few samples."""
+    def decay(self, factor: float) -> None:
+        """Expire a share of the samples, but never all of the last few."""
         if self.total <= self.least:
             return
-        kept = max(kept, self.least / self.total)
-        self.seconds = [each * kept for each in self.seconds]
-        self.counts = [each * kept for each in self.counts]
-        self.total *= kept
+        factor = max(factor, self.least / self.total)
+        self.seconds = [value * factor for value in self.seconds]
+        self.counts = [value * factor for value in self.counts]
+        self.total *= factor
 
 
 class Track:
     """One measure of one endpoint.
 
-    recent, reference  the same samples, forgotten soon and late: what is judged, and what peers are judged by
-    fresh              how many of them came before the review under way and after the last one
-    usual              the logarithm of its usual ratio, over `seen` reviews
+    recent, reference  the same samples with fast and slow decay: evidence about it, and reference
+                       for its peers
+    fresh_count        samples since the last review
+    log_usual_ratio    logarithm of its usual ratio, over `review_count` reviews
     """
 
     __slots__ = ("_reviewed", "_uncounted", "fresh", "recent", "reference", "seen", "usual")
@@ -131,21 +142,24 @@ class Track:
         self.usual = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """A sample of so much work: prompt tokens, streams or output tokens. It is counted at the next review."""
+        """Record a sample: `work` in prompt tokens, streams or output tokens.
+
+        It is aggregated at the next review.
+        """
         if len(self._uncounted) < MOST_UNCOUNTED:
             self._uncounted.append((work, seconds))
 
     def count(self) -> None:
-        """Count the samples that have come since the last review."""
+        """Aggregate the samples since the last review."""
         samples, self._uncounted = self._uncounted, []
         self.fresh += len(samples)
         for work, seconds in samples:
-            place = min(BINS - 1, work.bit_length())
-            self.recent.add(place, seconds)
-            self.reference.add(place, seconds)
+            bin_ = min(BINS - 1, work.bit_length())
+            self.recent.add(bin_, seconds)
+            self.reference.add(bin_, seconds)
 
     def age(self) -> None:
-        """A second has passed."""
+        """Let the samples of one second decay."""
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
         if self.fresh:
@@ -153,11 +167,11 @@ class Track:
         self.fresh = 0
 
     def latest(self, judged: Samples) -> Samples:
-        """Of these samples, those since the last review."""
+        """Return the part of these samples that came since the last review."""
         return judged.less(self._reviewed)
 
     def restart(self) -> None:
-        """Forget the evidence; what is usual stays."""
+        """Discard the evidence; the usual ratio is kept."""
         least = self.recent.least
         self.recent, self.reference, self.fresh = Samples(least), Samples(least), 0
         self._reviewed = Samples(least)
@@ -165,27 +179,38 @@ class Track:
 
     @property
     def usual_ratio(self) -> float:
-        """Its usual ratio to its peers; 0 until it is known."""
+        """Its usual ratio to its peers; 0 until known."""
         return exp(self.usual) if self.seen >= LEAST_USUAL else 0.0
 
     def learn(self, ratio: float) -> None:
-        """A ratio that is no fault is what is usual."""
+        """Update the usual ratio by one that indicates no fault."""
         self.seen += 1
         self.usual += max(USUAL_GAIN, 1.0 / self.seen) * (log(ratio) - self.usual)
 
 
 class SpeedRecord:
-    """The evidence of one endpoint's speed, and the verdict of the last review.
+    """Speed evidence of one endpoint, and the verdict of the last review.
 
-    since      when the prefill step under way began: at the first token before, or when the first of them was sent
-    has_kept_pace  since the last restart(), a review has found completed prompts there as fast as its peers'
-    prefill_s  seconds ever in which a prompt was waiting, up to `since`
-    output     tokens of answers that came whole, lately
+    since      begin of the current prefill step: the previous first token, or the sending of the
+               first waiting prompt
+    has_kept_pace  since the last restart(), a review has found completed prompts there as fast as
+               its peers'
+    prefill_s  total seconds in which a prompt was waiting, up to `since`
+    output     tokens of recent whole answers
     slowness   why it is suspect or slow; kept while it is ejected
     """
 
     __slots__ = (
-        *("_begun", "_clear_from", "_probe_at", "_probe_gap_s", "_queue", "_step_s", "_step_tokens", "_streak"),
+        *(
+            "_begun",
+            "_clear_from",
+            "_probe_at",
+            "_probe_gap_s",
+            "_queue",
+            "_step_s",
+            "_step_tokens",
+            "_streak",
+        ),
         *("has_kept_pace", "output", "prefill_s", "since", "slowness", "tracks", "verdict"),
     )
 
@@ -204,11 +229,11 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """Prompts sent there whose first token will be seen and has not been."""
+        """Prompts sent there whose first token is observable and has not come."""
         return len(self._queue)
 
     def sent(self, tokens: int, now: float) -> None:
-        """A prompt was sent whose first token will be seen; `tokens` of it are not cached."""
+        """Record a sent prompt with an observable first token; `tokens` of it are not cached."""
         if not self._queue:
             self.since = now
             self._begun = 1
@@ -217,15 +242,15 @@ class SpeedRecord:
         self._queue.append(tokens)
 
     def dropped(self, tokens: int) -> None:
-        """It was taken back before its first token."""
+        """Record that a prompt was cancelled before its first token."""
         with suppress(ValueError):
             self._queue.remove(tokens)
 
-    def overtaken(self, tokens: int, work: int, now: float) -> None:
-        """A prompt was taken back because another endpoint answered first, or because it was late.
+    def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
+        """Take a prompt back because another endpoint answered first, or because it was late.
 
-        The prompt whose turn it was is evidence: the delay of its step is expected to last as long again. `work` is
-        what that step had to compute at most.
+        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint in doubt the step
+        is expected to last as long again. `work` is what the step had to compute at most.
         """
         if not self._queue or self._queue[0] != tokens:
             self.dropped(tokens)
@@ -238,10 +263,10 @@ class SpeedRecord:
         self.since, self._begun = now, len(self._queue)
         self.prefill_s += seconds
         if seconds >= LEAST_OVERTAKEN_S:
-            self.tracks[0].add(work, 2.0 * seconds)
+            self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
 
     def first_token(self, tokens: int, now: float) -> None:
-        """A first token came; `tokens` of its prompt were not cached."""
+        """Record a first token; `tokens` of its prompt were not cached."""
         seconds = now - self.since
         self.since = now
         queue = self._queue
@@ -260,7 +285,7 @@ class SpeedRecord:
         self._step_s, self._step_tokens = seconds, tokens
 
     def streamed(self, streams: int, tokens: int, seconds: float, now: float) -> None:
-        """So many streams made so many tokens together in the `seconds` up to now."""
+        """Record that `streams` streams generated `tokens` together in the last `seconds`."""
         clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)
         clear_s = seconds - (clear_from - self._clear_from)
         self._clear_from = clear_from
@@ -268,12 +293,15 @@ class SpeedRecord:
             self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
 
     def answered(self, tokens: int, seconds: float) -> None:
-        """An answer of so many tokens came whole."""
+        """Record a whole answer."""
         self.output += tokens
         self.tracks[2].add(tokens, seconds)
 
     def take_probe(self, now: float) -> bool:
-        """Whether an ejected endpoint may be given work to time now: twice as late each time."""
+        """Return whether an ejected endpoint may get a timed probe now.
+
+        The interval doubles each time.
+        """
         if now < self._probe_at:
             return False
         self._probe_gap_s = min(MOST_PROBE_GAP_S, 2.0 * self._probe_gap_s)
@@ -281,12 +309,12 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """The endpoint is in rotation again: nothing is held against it."""
+        """Discard all evidence, because the endpoint is in rotation again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
     def restart(self) -> None:
-        """Forget what was measured: the endpoint was ejected, or comes back."""
+        """Discard the measurements, because the endpoint was ejected or returns."""
         for track in self.tracks:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
@@ -295,7 +323,7 @@ class SpeedRecord:
         self.verdict = Verdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Before a review: count the samples; the last step is over."""
+        """Aggregate the samples before a review; the last step counts as ended."""
         if not self.waiting or now - self.since > SAME_STEP_S:
             if self._step_tokens:
                 self.tracks[0].add(self._step_tokens, self._step_s)
@@ -304,21 +332,32 @@ class SpeedRecord:
             track.count()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
-        """The most prompt tokens that the step under way may have to compute before its first token.
+        """Return the most prompt tokens that the current step may have to compute before its first
+        token.
 
-        Of `waiting_tokens` booked, engines take `budget_tokens` at a time, in the order in which they came. Prompts
-        that came after the step began are not part of it. `others` are prompts among them whose first token will not
-        be seen: any number of these may come first.
+        Engines take `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
+        `others` are prompts among them without an observable first token; any number of these may
+        come first.
         """
-        queue = self._queue
-        if others or not queue:
+        if others or not self._queue:
             return waiting_tokens
-        begun = sum(queue) if self._begun >= len(queue) else sum(islice(queue, max(1, self._begun)))
-        return min(waiting_tokens, begun, ceil(queue[0] / budget_tokens) * budget_tokens)
+        return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
+
+    def begun_tokens(self, step_tokens: int) -> int:
+        """Of `step_tokens`, those of prompts that were there when the step under way began: its likely size."""
+        queue = self._queue
+        return (
+            step_tokens
+            if self._begun >= len(queue)
+            else min(step_tokens, sum(islice(queue, self._begun)))
+        )
 
     def judge(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> Verdict:
-        """The verdict after a review. `change`: 1 when the latest samples were slow too, -1 when they were not, 0
-        without any; `clear`: no measure is near the limit."""
+        """Set and return the verdict of a review.
+
+        change  1 if the latest samples were slow too, -1 if they were not, 0 without any
+        clear   no measure is near the limit
+        """
         if found is not None:
             self.slowness = found
             self._streak = max(0, self._streak + change)
@@ -327,6 +366,8 @@ class SpeedRecord:
         slow = self._streak >= reviews
         self.verdict = Verdict.SLOW if slow else Verdict.SUSPECT if self._streak else Verdict.NORMAL
         prompts = self.tracks[0]
-        if (clear and found is None and prompts.reference.total >= LEAST_PACED) or prompts.usual_ratio:
+        if (
+            clear and found is None and prompts.reference.total >= LEAST_PACED
+        ) or prompts.usual_ratio:
             self.has_kept_pace = True
         return self.verdict

@@ -1,8 +1,8 @@
 """Stalls: prefill steps under way that already take longer than the peers of their endpoint would need.
 
 A review (outlier.py) compares completed work once a second. A stall is visible earlier, in the age of one step. It is
-weak evidence: the endpoint gets no new requests until the next review, and requests that wait there are hedged. Not
-here: the age of a step (speed_record.py), and the ejection of an endpoint (outlier.py, health.py).
+weak evidence: requests that wait there are hedged, and an endpoint in doubt gets no new ones until the next review.
+Not here: the age of a step (speed_record.py), and the ejection of an endpoint (outlier.py, health.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import outlier
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING, EndpointLoad
 from policies.outlier import Member, Peers, Yardsticks
 from policies.speed_record import Measure, SpeedRecord, Verdict
 
@@ -23,8 +23,11 @@ UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
 LATE_FACTOR = 2.0
 """A request is late from this multiple of its expected time on."""
 
-DOUBT_S = 2.0
-"""An endpoint in doubt gets few requests for so long: two reviews of its speed."""
+DOUBT_RATIO, DOUBT_S = 3.0, 2.0
+"""From this multiple on the endpoint is in doubt: it gets few requests for so long, which is two reviews."""
+
+SUSPECT_CEILING = 1
+"""Requests at once for an endpoint that seems slow, while others have room."""
 
 RAMP_S, RAMP_END = 0.5, 64
 """After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that even out what each
@@ -42,19 +45,21 @@ class Expectations:
     def __init__(self) -> None:
         self.yardsticks: Yardsticks = {}
 
-    def stalled(self, members: Sequence[Member], now: float) -> list[int]:
-        """The indices of members whose prefill step under way takes much longer than at their peers, worst first.
+    def stalled(self, members: Sequence[Member], now: float) -> list[tuple[float, int]]:
+        """Ratio and index of the members whose prefill step under way takes much longer than at their peers.
 
-        Members of which one has waited for LEAST_LATE_S. While little is known, expectations are built from what has
-        been completed since the last review.
+        The worst comes first. While little is known, expectations are built from what has been completed since the
+        last review.
         """
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
             self.yardsticks = outlier.yardsticks(members, now)
         ratios = [(self._step_ratio(member, now), index) for index, member in enumerate(members)]
-        return [index for ratio, index in sorted(ratios, reverse=True) if ratio > 0.0]
+        return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
-    def left_s(self, member: Member, measure: Measure, work: int, waited_s: float, now: float) -> float | None:
+    def left_s(
+        self, member: Member, measure: Measure, work: int, waited_s: float, now: float
+    ) -> float | None:
         """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
@@ -70,7 +75,9 @@ class Expectations:
             return None
         own_s = record.tracks[_PLACES[measure]].reference.mean_s(work)
         usual_s = own_s or yardstick.usual_s(work, member.shape)
-        return usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
+        return (
+            usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
+        )
 
     def _step_ratio(self, member: Member, now: float) -> float:
         """Age of the prefill step under way over what peers need for it; 0 if it is no stall."""
@@ -78,24 +85,31 @@ class Expectations:
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
         if not record.waiting or age_s < LEAST_LATE_S or yardstick is None:
             return 0.0
-        usual_s = _usual_s(member, yardstick, Measure.TTFT, member.step_tokens)
+        usual_s = _usual_s(member, yardstick, Measure.TTFT, record.begun_tokens(member.step_tokens))
         is_stall = age_s >= (PROVEN_RATIO if is_proven(record) else UNPROVEN_RATIO) * usual_s
         return age_s / usual_s if usual_s and is_stall else 0.0
 
 
-def choose_doubted(stalled: Sequence[int], doubted: Sequence[bool]) -> list[int]:
-    """Those of the stalled members, worst first, that may be doubted: at least half of all stay free of doubt.
+def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
+    """The indices of stalled members to doubt now: at least half of all members stay free of doubt.
 
     `doubted`: for every member, whether it is doubted already.
     """
     free, result = len(doubted) - sum(doubted), list[int]()
-    for index in stalled:
+    for ratio, index in stalled:
+        if ratio < DOUBT_RATIO:
+            break
         if not doubted[index]:
             if 2 * (free - 1) < len(doubted):
                 continue
             free -= 1
         result.append(index)
     return result
+
+
+def is_doubted(load: EndpointLoad) -> bool:
+    """Whether the endpoint is in doubt or suspect: it gets one request at a time, or none."""
+    return load.ceiling <= SUSPECT_CEILING
 
 
 def raised_ceiling(ceiling: int) -> int:
@@ -108,7 +122,9 @@ def is_proven(record: SpeedRecord) -> bool:
     return record.has_kept_pace and record.verdict is Verdict.NORMAL
 
 
-def left_s(record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float) -> float | None:
+def left_s(
+    record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
+) -> float | None:
     """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
 
     expected_s   what its endpoint would usually need for it and for the prompts before it
@@ -131,7 +147,9 @@ def _usual_s(member: Member, yardstick: Peers, measure: Measure, work: int) -> f
     """What the endpoint usually needs for the work, by its peers' times; by its own where it has no peers."""
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)
-    return peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
+    return (
+        peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
+    )
 
 
 _PLACES = {measure: place for place, measure in enumerate(Measure)}

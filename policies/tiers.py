@@ -1,7 +1,7 @@
-"""Alternatives to refusing: smaller tiers that may serve what its own pool would not, in the order of what that costs.
+"""Alternatives to a refusal: smaller models that may serve a request, in the order of their cost.
 
-Lives here: who may be asked next, and at which price. Not here: how a request is admitted anywhere (admission.py), or
-how the answer says where it came from (gateway/).
+Contains which tier comes next and at which price. Admission is in admission.py; how the answer
+reports its model is the gateway's.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ from policies.model import Ask, Candidate
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """Another model that may serve a request. `penalty`: the share of the request's worth that it loses by that."""
+    """Another model that may serve a request.
+
+    `penalty`: the share of the request's value lost by using it.
+    """
 
     name: str
     candidates: tuple[Candidate, ...]
     penalty: float = 0.3
 
 
-def alternatives(ask: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
-    """The tiers that could take the request, each with its price in lost worth, the cheapest first.
+def alternatives(query: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
+    """Return the tiers that could serve the request, each with its price in lost value, cheapest
+    first.
 
-    The price is the penalty and, of the worth that is left, the share of the TTFT budget that its queue and prefill
-    would use up; a tier beyond the budget, or that nobody serves, or that takes no prompt so long, is left out.
+    The price is the penalty plus, of the remaining value, the share of the TTFT budget that queue
+    and prefill would use. Tiers that would miss the budget, have no available endpoint, or accept
+    no prompt of this length are left out.
     """
-    budget_s, found = left_s(ask), []
+    budget_s, priced = left_s(query), []
     for tier in tiers:
-        look = appraise(ask, fits_context(ask, serves_tenant(ask, tier.candidates)))
-        if look.count and 0.0 < budget_s >= look.ttft_s:
-            found.append((tier, tier.penalty + (1.0 - tier.penalty) * look.ttft_s / budget_s))
-    return sorted(found, key=lambda item: item[1])
+        estimate = appraise(query, fits_context(query, serves_tenant(query, tier.candidates)))
+        if estimate.count and 0.0 < budget_s >= estimate.ttft_s:
+            priced.append((tier, tier.penalty + (1.0 - tier.penalty) * estimate.ttft_s / budget_s))
+    return sorted(priced, key=lambda item: item[1])

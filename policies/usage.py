@@ -1,7 +1,7 @@
-"""Who asks for more than its share of an overloaded pool: work offered per tenant, and the level up to which all fit.
+"""Which tenants request more than their fair share of an overloaded pool.
 
-Max-min fairness by weights: below the level a tenant pays no price, whatever others do. Not here: the order of those
-who wait (fairness.py).
+Max-min fairness by weights: below the level a tenant pays no price, whatever others do. The order
+of waiting requests is in fairness.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
-"""The level is that of a little less than what is admitted: when a price rises somebody is there to pay it."""
+"""The level is computed from slightly less than the admitted work, so that a rising price always
+affects some tenant.
+"""
 
 
 class Usage:
-    """Work offered and admitted, in seconds of a TP group, decaying with `tau_s`. One owner.
+    """Requested and admitted work, in seconds of a TP group, decaying with `tau_s`. One owner.
 
-    level     decayed work per unit of weight up to which everything offered may be admitted
-    _squares  the squares of the works offered, decayed twice as fast: the variance of their decayed sum, were they
+    level     decayed work per unit of weight up to which all requested work may be admitted
+    _squares  decayed sum of the squares of requested works: the variance of their sum, if
               independent
     """
 
@@ -33,7 +35,10 @@ class Usage:
         self.level = inf
 
     def offered(self, tenant: str, work_s: float, admitted: bool) -> None:
-        """A request of so much work came, and was let in or not. Counted once, when that is known."""
+        """Record a request and whether it was admitted.
+
+        Called once per request, when that is known.
+        """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
         self._offered[tenant] = self._offered.get(tenant, 0.0) + work_s
@@ -42,39 +47,54 @@ class Usage:
             self._admitted += work_s
 
     def tick(self, now: float) -> None:
-        """Let the past fade, and find the level that what is admitted now would reach if it were shared fairly."""
+        """Let past usage decay, and compute the level at which the admitted work would be shared
+        fairly.
+        """
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
         self._squares *= fade * fade
-        self._offered = {name: work * fade for name, work in self._offered.items() if work * fade > 1e-6}
-        left, weight = NEARLY * self._admitted, sum(map(self.weight, self._offered))
+        self._offered = {
+            name: work * fade for name, work in self._offered.items() if work * fade > 1e-6
+        }
+        remaining, weight = NEARLY * self._admitted, sum(map(self.weight, self._offered))
         self.level = inf
         for name in sorted(self._offered, key=lambda name: self._offered[name] / self.weight(name)):
-            level = left / max(weight, self.weight(name))  # the sum of what is left may have rounded to less, or to 0
+            # the remaining weight may have been rounded below this tenant's, or to 0
+            level = remaining / max(weight, self.weight(name))
             if self._offered[name] / self.weight(name) > level:
                 self.level = level
                 return
-            left -= self._offered[name]
+            remaining -= self._offered[name]
             weight -= self.weight(name)
 
     @property
     def shared(self) -> bool:
-        """Whether several tenants have asked lately."""
+        """Whether several tenants have sent requests lately."""
         return len(self._offered) > 1
 
     def asked_s(self, waiting_s: float, doubt: float) -> float:
-        """Work asked for lately, in seconds of a TP group per second, less `doubt` standard deviations of what so few
-        requests of such sizes add up to by chance; `waiting_s` of it is not decided on yet."""
-        return max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares)) / self._tau_s
+        """Return the requested work lately, in TP-group seconds per second, minus `doubt` standard
+        deviations.
+
+        The deviation is what requests of these sizes add up to by chance; `waiting_s` of the work
+        is not decided on yet.
+        """
+        return (
+            max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares))
+            / self._tau_s
+        )
 
     def excess(self, tenant: str) -> float:
-        """0 for a tenant that asks for its share or less, 1 for one well beyond, and a slope between: how much of the
-        price it pays. One who is alone has nobody to share with and pays all of it."""
+        """Return which share of the price a tenant pays: 0 within its fair share, 1 well above it,
+        linear in between.
+
+        A tenant without competition pays all of it.
+        """
         if len(self._offered) <= 1:
             return 1.0
-        asked = self._offered.get(tenant, 0.0) / self.weight(tenant)
-        return min(1.0, max(0.0, (asked / self.level - 1.0) / 0.2)) if self.level > 0 else 1.0
+        requested = self._offered.get(tenant, 0.0) / self.weight(tenant)
+        return min(1.0, max(0.0, (requested / self.level - 1.0) / 0.2)) if self.level > 0 else 1.0
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

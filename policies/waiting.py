@@ -1,11 +1,13 @@
-"""The waiting room of one pool: permits, and those who wait for one, in the order in which they may go in.
+"""The wait queue of one pool: permits, and the requests that wait for one.
 
-Pure and sans-IO: tickets are whatever the caller likes (futures in gateway/gate.py, jobs in a replay), time is an
-argument, and what is due comes back as a list. Who may enter at all is an Admission's to say (admission.py).
+Pure and sans-IO: tickets are any hashable of the caller (futures in the gateway, numbers in a
+replay), time is an argument, and due verdicts are returned as a list. Whether a request may enter
+at all is decided by an Admission (admission.py).
 
-Order: one who has waited past the starvation bound (at most every fourth turn, so that one tenant's crowd cannot take
-all of them), then the tenant with the least counter (fairness.py), and within the tenant the highest priority, then
-the least slack: the moment at which its prefill must begin to meet its TTFT budget.
+Order: first a request that has waited past the starvation bound (at most every fourth turn, so that
+one tenant cannot take all turns), then the tenant with the lowest counter (fairness.py). Within a
+tenant the highest priority comes first, then the least slack: the moment when its prefill must
+begin to meet its TTFT budget.
 """
 
 from __future__ import annotations
@@ -18,10 +20,20 @@ from typing import Generic, TypeVar
 import msgspec
 
 from policies import admission as verdicts
-from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Verdict, Wait, WaitingRoom
+from policies.admission import (
+    Admission,
+    Admit,
+    DrainRate,
+    Outcome,
+    Shed,
+    Verdict,
+    Wait,
+    WaitingRoom,
+)
 from policies.appraisal import appraise
 from policies.fairness import Counters, FairShares, charged_tokens
-from policies.model import Ask, Candidate, EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request
 
 T = TypeVar("T", bound=Hashable)
 
@@ -30,42 +42,57 @@ TENANTS_ASKED = 4
 CHARGES_REMEMBERED = 4096
 
 LOOK_AGAIN_S = 0.1
-"""What is cached of a waiter's prompt is looked up again when it is judged, but not more often."""
+"""Minimum time between two prefix lookups of a waiting request."""
 
 
 class Waiter(Generic[T]):
-    """One who waits. `due_s`: the moment from which waiting is pointless; `must_begin_s`: slack in absolute time."""
+    """A waiting request.
+
+    `due_s`: when waiting becomes pointless; `must_begin_s`: slack as an absolute time.
+    """
 
     __slots__ = (
-        *("again", "arrived_s", "ask", "by_deadline", "candidates", "due_s", "gone", "looked_s", "must_begin_s"),
+        *(
+            "again",
+            "arrived_s",
+            "ask",
+            "by_deadline",
+            "candidates",
+            "due_s",
+            "gone",
+            "looked_s",
+            "must_begin_s",
+        ),
         *("own_s", "ticket", "tokens"),
     )
 
     def __init__(
         self,
-        ask: Ask,
+        query: Ask,
         candidates: Sequence[Candidate],
         ticket: T,
         timeout_s: float,
         again: Callable[[float], Ask] | None,
     ) -> None:
-        request, own = ask.request, appraise(ask, candidates)
-        self.ask, self.candidates, self.ticket, self.again = ask, candidates, ticket, again
-        self.arrived_s = self.looked_s = ask.now
-        self.own_s = own.prefill_s
-        self.tokens = charged_tokens(request, own.cached_tokens)
-        self.due_s = ask.now + timeout_s
-        promised = (request.arrived_s or ask.now) + request.slo.ttft_s
-        self.by_deadline = request.deadline_s is not None and request.deadline_s - self.own_s < self.due_s
+        request, estimate = query.request, appraise(query, candidates)
+        self.ask, self.candidates, self.ticket, self.again = query, candidates, ticket, again
+        self.arrived_s = self.looked_s = query.now
+        self.own_s = estimate.prefill_s
+        self.tokens = charged_tokens(request, estimate.cached_tokens)
+        self.due_s = query.now + timeout_s
+        first_token_due_s = (request.arrived_s or query.now) + request.slo.ttft_s
+        self.by_deadline = (
+            request.deadline_s is not None and request.deadline_s - self.own_s < self.due_s
+        )
         if request.deadline_s is not None:
-            promised = min(promised, request.deadline_s)
+            first_token_due_s = min(first_token_due_s, request.deadline_s)
             self.due_s = min(self.due_s, request.deadline_s - self.own_s)
-        self.must_begin_s = promised - self.own_s
+        self.must_begin_s = first_token_due_s - self.own_s
         self.gone = False
 
 
 class Line(Generic[T]):
-    """The waiters of one tenant, most urgent first. `counter` is what the tenant is ranked by."""
+    """The waiting requests of one tenant, most urgent first. `counter` ranks the tenant."""
 
     __slots__ = ("counter", "heap", "size")
 
@@ -80,27 +107,52 @@ class Line(Generic[T]):
         return self.heap[0][-1]
 
     def last(self) -> Waiter[T]:
-        """The least urgent. O(size)."""
+        """Return the least urgent one. O(size)."""
         return max(entry for entry in self.heap if not entry[-1].gone)[-1]
 
 
 class Room(Generic[T]):
-    """Permits and waiters of one pool. Everything that arrives leaves: by a verdict, by `cancel`, or by `leave`.
+    """Permits and waiting requests of one pool.
 
-    in_flight  permits given and not given back
-    capacity   places at available endpoints
-    at_door    whether the admission is being asked about a newcomer (for RoomView)
-    waiting_s  prefill seconds of all who wait
+    Every arrival leaves by a verdict, by `cancel` or by `leave`.
+
+    in_flight       permits in use
+    capacity        places at available endpoints
+    is_new_arrival  whether the admission is being asked about a new request (for WaitQueueView)
+    waiting_s       prefill seconds of all waiting requests
     """
 
     __slots__ = (
-        *("_candidates", "_charged", "_counters", "_degraded", "_due", "_evicted", "_fifo", "_leaving", "_lines"),
-        *("_numbers", "_ranks", "_tickets", "_turns", "admission", "at_door", "capacity", "drain", "in_flight"),
+        *(
+            "_candidates",
+            "_charged",
+            "_counters",
+            "_has_unavailable",
+            "_due",
+            "_evicted",
+            "_fifo",
+            "_leaving",
+            "_queues",
+        ),
+        *(
+            "_sequence",
+            "_ranks",
+            "_tickets",
+            "_turns_since_starved",
+            "admission",
+            "at_door",
+            "capacity",
+            "drain",
+            "in_flight",
+        ),
         *("limits", "waiting_s"),
     )
 
     def __init__(
-        self, admission: Admission, limits: WaitingRoom | None = None, shares: FairShares | None = None
+        self,
+        admission: Admission,
+        limits: WaitingRoom | None = None,
+        shares: FairShares | None = None,
     ) -> None:
         self.admission = admission
         self.limits = limits or WaitingRoom()
@@ -110,16 +162,16 @@ class Room(Generic[T]):
         self.at_door = False
         self._candidates: Sequence[Candidate] = ()
         self._leaving: Sequence[EndpointLoad] = ()
-        self._degraded = False
+        self._has_unavailable = False
         self._counters = Counters(shares)
         self._tickets: dict[T, Waiter[T]] = {}
-        self._lines: dict[str, Line[T]] = {}
+        self._queues: dict[str, Line[T]] = {}
         self._ranks: list[tuple[float, int, str]] = []
         self._fifo: deque[Waiter[T]] = deque()
         self._due: list[tuple[float, int, Waiter[T]]] = []
         self._evicted: list[tuple[T, Verdict]] = []
         self._charged: dict[str, int] = {}
-        self._numbers = self._turns = 0
+        self._sequence = self._turns_since_starved = 0
 
     # What an admission may see
 
@@ -129,40 +181,58 @@ class Room(Generic[T]):
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those who wait. O(waiting)."""
+        """Prompt tokens of the waiting requests. O(waiting)."""
         return sum(waiter.ask.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
     def busy(self) -> int:
-        """Permits that weigh on available endpoints; answers still flowing from one that is ejected or leaves take
-        nobody's place."""
-        if not self._degraded:
+        """Permits used on available endpoints.
+
+        Answers that still run on an ejected or leaving endpoint take no place.
+        """
+        if not self._has_unavailable:
             return self.in_flight
-        loads = [each.load for each in self._candidates if not each.load.available]
-        return max(0, self.in_flight - sum(load.in_flight - load.others.in_flight for load in (*loads, *self._leaving)))
+        loads = [candidate.load for candidate in self._candidates if not candidate.load.available]
+        return max(
+            0,
+            self.in_flight
+            - sum(load.in_flight - load.others.in_flight for load in (*loads, *self._leaving)),
+        )
 
     def ahead(self, tenant: str) -> float:
-        """How many would go in before a newcomer of the tenant: of each other tenant as many as of its own, by weight.
+        """Return how many would enter before a new request of the tenant: by weight as many of each
+        tenant as of its own.
 
-        O(tenants in line).
+        O(waiting tenants).
         """
-        mine, weight = self._lines.get(tenant), self._counters.weight
-        size = mine.size if mine is not None else 0
+        own, weight = self._queues.get(tenant), self._counters.weight
+        size = own.size if own is not None else 0
         turns = (size + 1) / weight(tenant)
-        others = (min(line.size, turns * weight(name)) for name, line in self._lines.items() if line is not mine)
+        others = (
+            min(queue.size, turns * weight(name))
+            for name, queue in self._queues.items()
+            if queue is not own
+        )
         return size + sum(others)
 
     def first(self, tenant: str) -> bool:
-        """Whether a newcomer of the tenant would be the next to go in. O(tenants in line)."""
+        """Return whether a new request of the tenant would enter next. O(waiting tenants)."""
         if not self._tickets:
             return True
         counter = self._counters.of(tenant)
-        return tenant not in self._lines and all(line.counter >= counter for line in self._lines.values())
+        return tenant not in self._queues and all(
+            queue.counter >= counter for queue in self._queues.values()
+        )
 
-    def refresh(self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()) -> None:
-        """Endpoints came, went, or changed their availability. `settle` is due after it.
+    def refresh(
+        self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()
+    ) -> None:
+        """Update the places after endpoints came, went or changed availability.
 
-        `leaving` are those that are candidates no more; requests of before finish there.
+        Call `settle` afterwards.
+
+        `leaving` are the loads of endpoints that are no longer candidates but still finish
+        requests.
         """
         for waiter in self._tickets.values():
             if waiter.candidates is self._candidates:
@@ -170,122 +240,143 @@ class Room(Generic[T]):
         self._candidates = candidates
         self._leaving = [load for load in leaving if load.in_flight]
         self.capacity = verdicts.capacity(candidates)
-        self._degraded = bool(self._leaving) or not all(candidate.load.available for candidate in candidates)
+        self._has_unavailable = bool(self._leaving) or not all(
+            candidate.load.available for candidate in candidates
+        )
 
     def share(self, shares: FairShares) -> None:
-        """From now on tenants have these shares."""
+        """Use these tenant shares from now on."""
         self._counters.share(shares)
 
     # In and out
 
     def take(self) -> bool:
-        """A permit, if it can be had without a thought: what nearly always holds."""
-        if self._tickets or self.in_flight >= self.capacity or self._degraded or not self.admission.calm:
+        """Take a permit on the fast path, without asking the admission: possible while the pool is
+        calm.
+        """
+        if (
+            self._tickets
+            or self.in_flight >= self.capacity
+            or self._has_unavailable
+            or not self.admission.calm
+        ):
             return False
         self.in_flight += 1
         return True
 
     def arrive(
-        self, ask: Ask, candidates: Sequence[Candidate], ticket: T, again: Callable[[float], Ask] | None = None
+        self,
+        query: Ask,
+        candidates: Sequence[Candidate],
+        ticket: T,
+        again: Callable[[float], Ask] | None = None,
     ) -> Verdict:
-        """The verdict on a newcomer. Wait: `ticket` is in line now, and `settle` will tell, at the latest after
-        `timeout_s`. Otherwise it is forgotten; Admit has taken a permit, which `leave` gives back.
+        """Return the verdict on a new request.
 
-        `again` asks the same at another moment, for one who has waited: what is cached of its prompt changes.
+        Wait: `ticket` is in the queue, and `settle` returns its verdict after `timeout_s` at the
+        latest. Otherwise the ticket is not stored; Admit has taken a permit, which `leave` gives
+        back. `again` rebuilds the query at a later moment, because cached prefixes change while it
+        waits.
         """
-        verdict = self.knock(ask, candidates)
+        verdict = self.knock(query, candidates)
         if isinstance(verdict, Wait):
-            return self._line_up(Waiter(ask, candidates, ticket, verdict.timeout_s, again))
+            return self._add(Waiter(query, candidates, ticket, verdict.timeout_s, again))
         return verdict
 
-    def knock(self, ask: Ask, candidates: Sequence[Candidate]) -> Verdict:
-        """As arrive(), for one who goes away where it would have to wait: it takes nobody's chair."""
+    def knock(self, query: Ask, candidates: Sequence[Candidate]) -> Verdict:
+        """Like `arrive`, for a request that does not queue if it would have to wait."""
         self.at_door = True
         try:
-            verdict = self.admission.judge(ask, candidates, self)
+            verdict = self.admission.judge(query, candidates, self)
         finally:
             self.at_door = False
         if isinstance(verdict, Admit):
             self.in_flight += 1
         return verdict
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        """One with a permit was picked an endpoint: its tenant pays."""
-        request = ask.request
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Charge the tenant of a request with a permit that was booked at an endpoint."""
+        request = query.request
         tokens = charged_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
-        self.admission.booked(ask, pick)
+        self.admission.booked(query, pick)
 
     def leave(self, request: Request, outcome: Outcome) -> None:
-        """A permit is given back. `settle` is due after it."""
+        """Give back a permit. Call `settle` afterwards."""
         self.gone(outcome.now)
         self.ended(request, outcome)
 
     def gone(self, now: float) -> None:
-        """The first half of `leave`: the place is free. For callers that tell how it ended elsewhere."""
+        """Give back the place only: the first half of `leave`, if the outcome is reported
+        separately.
+        """
         self.in_flight -= 1
         self.drain.completed(now)
 
     def withdraw(self) -> None:
-        """A permit is given back by one who had no use for it. `settle` is due after it."""
+        """Give back an unused permit. Call `settle` afterwards."""
         self.in_flight -= 1
 
     def unbooked(self, request: Request) -> None:
-        """One that had waited, was let in and found no endpoint, or left first: its tenant does not pay."""
+        """Refund the tenant of a request that was admitted from the queue but found no endpoint, or
+        left first.
+        """
         tokens = self._charged.pop(request.id, 0)
         if tokens:
             self._charge(request.tenant, -tokens)
 
     def ended(self, request: Request, outcome: Outcome) -> None:
-        """The second half of `leave`, for one that was booked: what was charged as expected is put right."""
+        """Correct the charge of a booked request by its real length: the second half of `leave`."""
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
-        """The ticket's owner has left the line; False when it was not in it."""
+        """Remove a ticket from the queue; False if it was not in it."""
         waiter = self._tickets.get(ticket)
         if waiter is not None:
             self._remove(waiter)
         return waiter is not None
 
     def tick(self, now: float) -> None:
-        """The clockwork of whatever needs one, about every 100 ms. `settle` is due after it."""
+        """Run periodic work, about every 100 ms. Call `settle` afterwards."""
         if not self._tickets:
             self._counters.fade(now)
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """When `settle` must be called at the latest, whatever else happens; None while nobody waits."""
+        """Return when `settle` must be called at the latest; None while no request waits."""
         while self._due and self._due[0][-1].gone:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def settle(self, now: float) -> list[tuple[T, Verdict]]:
-        """Who may go in now and who is refused after all, in order. Each Admit has taken a permit."""
-        out, self._evicted = self._evicted, []
+        """Return the tickets with a verdict now, in order. Each Admit has taken a permit."""
+        verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:
             waiter = self._due[0][-1]
             self._remove(waiter)
-            out.append((waiter.ticket, self._too_late(waiter, now)))
-        while self._tickets and (found := self._next(now)) is not None:
-            waiter, verdict, starved = found
+            verdicts_due.append((waiter.ticket, self._shed_late(waiter, now)))
+        while self._tickets and (turn := self._next(now)) is not None:
+            waiter, verdict, starved = turn
             self._remove(waiter)
             if isinstance(verdict, Admit):
-                self._go_in(waiter, starved)
-            out.append((waiter.ticket, verdict))
-        return out
+                self._admit(waiter, starved)
+            verdicts_due.append((waiter.ticket, verdict))
+        return verdicts_due
 
     def charged_elsewhere(self, tenant: str, tokens: float) -> None:
-        """Another gateway of the fleet did so much work for the tenant."""
+        """Charge the tenant for work that another gateway did."""
         self._charge(tenant, tokens)
 
     # The line
 
-    def _line_up(self, waiter: Waiter[T]) -> Verdict:
+    def _add(self, waiter: Waiter[T]) -> Verdict:
         request = waiter.ask.request
         if waiter.due_s <= waiter.arrived_s:
-            return self._too_late(waiter, waiter.arrived_s)
-        if len(self._tickets) >= self.limits.size and not self._make_room(request.tenant, waiter.arrived_s):
+            return self._shed_late(waiter, waiter.arrived_s)
+        if len(self._tickets) >= self.limits.size and not self._make_room(
+            request.tenant, waiter.arrived_s
+        ):
             return verdicts.full(self, waiter.arrived_s)
         if not self._tickets:
             self._counters.fade(waiter.arrived_s)
@@ -297,61 +388,74 @@ class Room(Generic[T]):
 
     def _enqueue(self, waiter: Waiter[T]) -> None:
         request = waiter.ask.request
-        line = self._lines.get(request.tenant)
-        if line is None:
-            line = self._lines[request.tenant] = Line(self._counters.of(request.tenant))
-            self._rank(request.tenant, line)
-        self._numbers += 1
-        heappush(line.heap, (-request.priority, waiter.must_begin_s, self._numbers, waiter))
-        line.size += 1
-        heappush(self._due, (waiter.due_s, self._numbers, waiter))
+        queue = self._queues.get(request.tenant)
+        if queue is None:
+            queue = self._queues[request.tenant] = Line(self._counters.of(request.tenant))
+            self._rank(request.tenant, queue)
+        self._sequence += 1
+        heappush(queue.heap, (-request.priority, waiter.must_begin_s, self._sequence, waiter))
+        queue.size += 1
+        heappush(self._due, (waiter.due_s, self._sequence, waiter))
         self._fifo.append(waiter)
 
-    def _rank(self, tenant: str, line: Line[T]) -> None:
-        self._numbers += 1
-        heappush(self._ranks, (line.counter, self._numbers, tenant))
+    def _rank(self, tenant: str, queue: Line[T]) -> None:
+        self._sequence += 1
+        heappush(self._ranks, (queue.counter, self._sequence, tenant))
 
     def _next(self, now: float) -> tuple[Waiter[T], Verdict, bool] | None:
-        """Whose turn it is, what becomes of it, and whether that is for having waited so long; None: all go on waiting.
+        """Return the next request to enter or to be refused, its verdict, and whether it is a
+        starvation turn.
 
-        An admission may hold one tenant back where it would let in another, so that a few of them are asked.
+        None if all wait.
+
+        An admission may hold one tenant back and admit another, so several tenants are tried.
         """
-        first, starved = self._head(now)
-        verdict = self._judged(first, now)
+        head, starved = self._head(now)
+        verdict = self._verdict(head, now)
         if not isinstance(verdict, Wait):
-            return first, verdict, starved
-        if len(self._lines) > 1:
-            for name in nsmallest(TENANTS_ASKED, self._lines, key=lambda name: self._lines[name].counter):
-                other = self._lines[name].first()
-                if other is not first and not isinstance(verdict := self._judged(other, now), Wait):
+            return head, verdict, starved
+        if len(self._queues) > 1:
+            for name in nsmallest(
+                TENANTS_ASKED, self._queues, key=lambda name: self._queues[name].counter
+            ):
+                other = self._queues[name].first()
+                if other is not head and not isinstance(verdict := self._verdict(other, now), Wait):
                     return other, verdict, False
         return None
 
-    def _judged(self, waiter: Waiter[T], now: float) -> Verdict:
+    def _verdict(self, waiter: Waiter[T], now: float) -> Verdict:
         if waiter.again is not None and now - waiter.looked_s >= LOOK_AGAIN_S:
             waiter.ask, waiter.looked_s = waiter.again(now), now
-        return self.admission.judge(msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self)
+        return self.admission.judge(
+            msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self
+        )
 
     def _head(self, now: float) -> tuple[Waiter[T], bool]:
-        """Whose turn it is, and whether that is for having waited so long. Only while somebody waits."""
+        """Return the request whose turn it is, and whether it is a starvation turn.
+
+        Requires a waiting request.
+        """
         while self._fifo[0].gone:
             self._fifo.popleft()
         oldest = self._fifo[0]
-        if self._turns >= STARVED_EVERY - 1 and now - oldest.arrived_s >= self.limits.starvation_s:
+        if (
+            self._turns_since_starved >= STARVED_EVERY - 1
+            and now - oldest.arrived_s >= self.limits.starvation_s
+        ):
             return oldest, True
         while True:
             counter, _, tenant = self._ranks[0]
-            line = self._lines.get(tenant)
-            if line is not None and line.counter == counter:
-                return line.first(), False
+            queue = self._queues.get(tenant)
+            if queue is not None and queue.counter == counter:
+                return queue.first(), False
             heappop(self._ranks)
 
-    def _go_in(self, waiter: Waiter[T], starved: bool) -> None:
+    def _admit(self, waiter: Waiter[T], starved: bool) -> None:
         request = waiter.ask.request
         self.in_flight += 1
-        self._turns = 0 if starved else self._turns + 1
+        self._turns_since_starved = 0 if starved else self._turns_since_starved + 1
         counter = self._counters.of(request.tenant)
-        if all(line.counter >= counter for line in self._lines.values()):
+        if all(queue.counter >= counter for queue in self._queues.values()):
             self._counters.served(counter)
         if len(self._charged) >= CHARGES_REMEMBERED:
             self._charged.clear()
@@ -360,22 +464,24 @@ class Room(Generic[T]):
 
     def _charge(self, tenant: str, tokens: float) -> None:
         counter = self._counters.charge(tenant, tokens)
-        line = self._lines.get(tenant)
-        if line is not None and line.counter != counter:
-            line.counter = counter
-            self._rank(tenant, line)
+        queue = self._queues.get(tenant)
+        if queue is not None and queue.counter != counter:
+            queue.counter = counter
+            self._rank(tenant, queue)
 
     def _make_room(self, tenant: str, now: float) -> bool:
-        """Whether somebody of a tenant with more people in line, by weight, has made place for this one's newcomer."""
+        """Evict the least urgent request of the tenant with the longest queue by weight, if longer
+        than this tenant's.
+        """
         weight = self._counters.weight
-        if not self._lines:  # a room without a chair
+        if not self._queues:  # the queue has size 0
             return False
-        crowd = max(self._lines, key=lambda name: self._lines[name].size / weight(name))
-        line = self._lines.get(tenant)
-        mine = (line.size if line is not None else 0) + 1
-        if mine / weight(tenant) >= self._lines[crowd].size / weight(crowd):
+        longest = max(self._queues, key=lambda name: self._queues[name].size / weight(name))
+        queue = self._queues.get(tenant)
+        own_size = (queue.size if queue is not None else 0) + 1
+        if own_size / weight(tenant) >= self._queues[longest].size / weight(longest):
             return False
-        waiter = self._lines[crowd].last()
+        waiter = self._queues[longest].last()
         self._remove(waiter)
         self._evicted.append((waiter.ticket, verdicts.full(self, now)))
         return True
@@ -385,24 +491,24 @@ class Room(Generic[T]):
         waiter.gone = True
         del self._tickets[waiter.ticket]
         self.waiting_s = self.waiting_s - waiter.own_s if self._tickets else 0.0
-        self._lines[tenant].size -= 1
-        if not self._lines[tenant].size:
-            del self._lines[tenant]
+        self._queues[tenant].size -= 1
+        if not self._queues[tenant].size:
+            del self._queues[tenant]
         if len(self._due) + len(self._fifo) + len(self._ranks) > 8 * len(self._tickets) + 64:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Forget those who are gone, so that memory follows who waits and not who has waited."""
+        """Drop removed entries, so that memory follows the present queue."""
         self._fifo = deque(waiter for waiter in self._fifo if not waiter.gone)
         self._due = [entry for entry in self._due if not entry[-1].gone]
         heapify(self._due)
         self._ranks = []
-        for tenant, line in self._lines.items():
-            line.heap = [entry for entry in line.heap if not entry[-1].gone]
-            heapify(line.heap)
-            self._rank(tenant, line)
+        for tenant, queue in self._queues.items():
+            queue.heap = [entry for entry in queue.heap if not entry[-1].gone]
+            heapify(queue.heap)
+            self._rank(tenant, queue)
 
-    def _too_late(self, waiter: Waiter[T], now: float) -> Shed:
+    def _shed_late(self, waiter: Waiter[T], now: float) -> Shed:
         if not waiter.by_deadline:
             return verdicts.timed_out(self, now)
         deadline_s = waiter.ask.request.deadline_s or now

@@ -1,22 +1,25 @@
-"""Slow start: how many requests at once an endpoint that came, or came back, is given at first.
+"""Slow start: how many concurrent requests a new or returning endpoint gets at first.
 
-Lives here: the ramp. Not here: that nobody waits or is refused for its sake; below_cap (filters.py) only prefers others
-while they have room. Envoy's slow start is the like for weights: time over the window, never below a tenth.
+Contains the ramp only. No request waits or is refused because of it: below_cap (filters.py) merely
+prefers other endpoints while they have room. Envoy's slow start is similar, for weights: linear
+over the window, never below a tenth.
 """
 
 from __future__ import annotations
 
 from math import ceil
 
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 
 LEAST = 0.1
 
 
 def ceiling(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
-    """Requests at once for one that has been asked for `warm_s` seconds; NO_CEILING once the ramp is over.
+    """Return the soft cap of an endpoint in rotation for `warm_s` seconds.
 
-    It grows evenly from a tenth of its cap, and is never below one.
+    NO_SOFT_CAP once the ramp is over.
+
+    It grows linearly from a tenth of the cap, and is at least 1.
     """
     if warm_s >= ramp_s:
         return NO_CEILING

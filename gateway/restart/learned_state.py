@@ -21,8 +21,9 @@ from gateway.restart.channel import (
 )
 from policies import saved_state
 from policies.dual import PricedAdmission
-from policies.foreign import NOTHING, Share, own
+from policies.foreign import NOTHING, Share
 from policies.health import State as HealthState
+from policies.ledger import own
 from policies.saved_state import Blocks
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from gateway.restart.channel import (
     receive_offer,
 )
 from gateway.restart.learned_state import Restorer, place_of
-from policies.foreign import foreign
+from policies.ledger import foreign
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter

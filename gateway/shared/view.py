@@ -26,8 +26,9 @@ from gateway.shared.seal import Refused, Seal
 from gateway.shared.use import MOST_ROWS, Use, some
 from gateway.shared.warming import State as Warmth
 from gateway.shared.warming import Warming
-from policies.foreign import NOTHING, Share, foreign, own
+from policies.foreign import NOTHING, Share
 from policies.health import State
+from policies.ledger import foreign, own
 from policies.model import Endpoint
 from policies.rungs import packed, unpacked
 

@@ -1,7 +1,7 @@
-"""A gateway's configuration, as plain values, to what a replay of one of its pools needs.
+"""From a gateway's configuration, as plain values, to what a replay of one of its pools needs.
 
-Lives here: which mock TP groups stand for a pool's endpoints, and what of the configuration decides. Not here: reading
-or checking configurations, which is the gateway's; what comes in is its own dump.
+Contains which mock TP groups represent a pool's endpoints, and its policy and admission. Reading
+and checking configurations is the gateway's; the input is its own dump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class CaseError(ValueError):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What mock groups are taken to be where the configuration does not say. None: the usual."""
+    """What to assume about mock groups where the configuration does not say it.
+
+    None: the defaults.
+    """
 
     model: str | None = None
     gpu: str | None = None
@@ -103,8 +106,8 @@ class _Config(msgspec.Struct):
 class Case(msgspec.Struct, frozen=True):
     """One pool of one configuration.
 
-    models   the names it serves; None: all, for the configuration names none
-    assumed  what its groups were taken to be, in words, where the configuration does not say it
+    models   the names it serves; None: all, because the configuration has none
+    assumed  what was assumed about its groups, as text, where the configuration does not say it
     """
 
     pool: str
@@ -121,22 +124,33 @@ class Case(msgspec.Struct, frozen=True):
     assumed: tuple[str, ...]
 
     def policy(self) -> Policy:
-        """A new one: it learns."""
+        """Return a new policy, because policies learn."""
         return registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
-        """A new one, which hears the tenants' weights if it wants them, as in the gateway."""
-        weighs = "weights" in admissions.params_type(self.admission_name).__struct_fields__ and self.shares.weights
-        params = {"weights": self.shares.weights, **self.admission_params} if weighs else self.admission_params
+        """Return a new admission, with the tenants' weights if it takes them, like the gateway."""
+        takes_weights = (
+            "weights" in admissions.params_type(self.admission_name).__struct_fields__
+            and self.shares.weights
+        )
+        params = (
+            {"weights": self.shares.weights, **self.admission_params}
+            if takes_weights
+            else self.admission_params
+        )
         return admissions.build_admission(self.admission_name, params)
 
 
 def cases(config: Mapping[str, Any], taken: Taken | None = None) -> dict[str, Case]:
-    """Every pool of a configuration (the gateway's dump of it, durations in seconds). Raises CaseError."""
+    """Return every pool of a configuration (the gateway's dump, durations in seconds).
+
+    Raises CaseError.
+    """
     try:
         read = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
-        text = f"{error}; a value by reference is not told by a running gateway: give its file with --running"
+        hint = "a running gateway does not show values by reference: give its file with --running"
+        text = f"{error}; {hint}"
         raise CaseError(text) from None
     return {name: _case(name, read, taken or Taken()) for name in read.pools}
 
@@ -152,7 +166,10 @@ def _case(name: str, config: _Config, taken: Taken) -> Case:
         fleet = checked(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
     except FleetError as error:
         raise CaseError(f"pool {error}") from None
-    classes = {each: Slo(each, one.ttft, one.tpot, one.weight) for each, one in config.slo.classes.items()}
+    classes = {
+        name_: Slo(name_, class_.ttft, class_.tpot, class_.weight)
+        for name_, class_ in config.slo.classes.items()
+    }
     return Case(
         pool=name,
         models=tuple(model.name for model in models) if config.models else None,
@@ -174,33 +191,37 @@ def _kinds(pool: _Pool, models: Sequence[_Model], taken: Taken, assumed: list[st
     sizes = [model.parameters for model in models if model.parameters is not None]
     model = _model(max(sizes) if sizes else None, taken, assumed)
     if not pool.endpoints:
-        raise CaseError("a pool without endpoints has nothing to replay")
+        raise CaseError("a pool without endpoints cannot be replayed")
     return [
         Kind(
             model,
-            _gpu(each, taken, assumed),
-            each.layout.tp * each.layout.pp,
-            role=each.role,
-            kv_tokens=each.kv_tokens,
-            max_concurrency=each.max_concurrency,
+            _gpu(endpoint, taken, assumed),
+            endpoint.layout.tp * endpoint.layout.pp,
+            role=endpoint.role,
+            kv_tokens=endpoint.kv_tokens,
+            max_concurrency=endpoint.max_concurrency,
         )
-        for each in pool.endpoints
-        if splitting or each.role is not Role.PREFILL
+        for endpoint in pool.endpoints
+        if splitting or endpoint.role is not Role.PREFILL
     ]
 
 
 def _model(parameters_b: float | None, taken: Taken, assumed: list[str]) -> str:
-    """The known shape that comes nearest in size."""
+    """Return the known model of the nearest size."""
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
             raise CaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
         return taken.model
     if parameters_b is None:
-        assumed.append(f"groups serve {MODEL}: no model says its parameters, and --model was not given")
+        assumed.append(
+            f"groups serve {MODEL}: no model declares its parameters, and --model was not given"
+        )
         return MODEL
-    found = min(MODELS, key=lambda name: (abs(MODELS[name].params / 1e9 - parameters_b), len(name)))
-    assumed.append(f"groups serve {found}, the nearest known to {parameters_b:g}B parameters")
-    return found
+    nearest = min(
+        MODELS, key=lambda name: (abs(MODELS[name].params / 1e9 - parameters_b), len(name))
+    )
+    assumed.append(f"groups serve {nearest}, the nearest known to {parameters_b:g}B parameters")
+    return nearest
 
 
 def _gpu(endpoint: _Endpoint, taken: Taken, assumed: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Chained block ids as the fleet needs them: joined or cut to its block size, and what an endless cache would hold."""
+"""Chained block ids in the fleet's block size, and the hits of an unlimited cache."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from collections.abc import Sequence
 from planner.traces.shape import TraceRequest, folded
 
 
-def keys_of(one: TraceRequest, block_tokens: int) -> tuple[int, ...]:
-    """The ids of the prompt's whole blocks of that size, `block_tokens` tokens each.
+def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
+    """Return the ids of the prompt's whole blocks of `block_tokens` tokens each.
 
-    Ids are chained, so a new block is named by the recorded block in which it ends: whoever shares that one shares all
-    before it. Where several end in one recorded block they are told apart by their place in it.
+    Ids are chained, so a new block takes the id of the recorded block in which it ends: an equal id
+    means an equal prefix. Several blocks that end in one recorded block are distinguished by their
+    position in it.
     """
-    whole, size = one.input_tokens // block_tokens, one.block_tokens
+    whole, size = request.input_tokens // block_tokens, request.block_tokens
     if size == block_tokens:
-        return one.blocks[:whole]
+        return request.blocks[:whole]
     if block_tokens % size == 0:
         step = block_tokens // size
-        return one.blocks[step - 1 : whole * step : step]
+        return request.blocks[step - 1 : whole * step : step]
     pieces, keys = -(-size // block_tokens), []
-    for place in range(whole):
-        recorded = ((place + 1) * block_tokens - 1) // size
-        if recorded >= len(one.blocks):
+    for index in range(whole):
+        recorded = ((index + 1) * block_tokens - 1) // size
+        if recorded >= len(request.blocks):
             break
-        keys.append(folded(one.blocks[recorded] * pieces + place - recorded * size // block_tokens))
+        keys.append(
+            folded(request.blocks[recorded] * pieces + index - recorded * size // block_tokens)
+        )
     return tuple(keys)
 
 
 class Ideal:
-    """One cache in common that forgets nothing: how much of every prompt could have been had."""
+    """One shared cache that never evicts: how much of each prompt could have been cached."""
 
     __slots__ = ("_block_tokens", "_known")
 
@@ -38,10 +41,10 @@ class Ideal:
         self._known: set[int] = set()
 
     def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Prompt tokens that were seen before; now they are."""
-        known, found = self._known, 0
+        """Return the prompt tokens that were seen before, and add all of this prompt."""
+        known, hits = self._known, 0
         limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
-        while found < limit and keys[found] in known:
-            found += 1
-        known.update(keys[found:])
-        return found * self._block_tokens
+        while hits < limit and keys[hits] in known:
+            hits += 1
+        known.update(keys[hits:])
+        return hits * self._block_tokens

@@ -1,9 +1,13 @@
-"""What a replay amounts to: goodput, attainment, latencies, hits, balance, waste, fairness. Pure; from a Run alone."""
+"""Results of a replay: goodput, attainment, latencies, hits, balance, waste, fairness.
+
+Pure functions of a Run.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from statistics import fmean, median
 
 import msgspec
@@ -15,7 +19,7 @@ LONG_PROMPT = 32 * 1024
 
 
 class Share(msgspec.Struct, frozen=True):
-    """How one class or tenant fared: requests offered and good, and its first tokens."""
+    """Results of one class or tenant: requests offered and good, and TTFT."""
 
     offered: int
     good: int
@@ -24,24 +28,30 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Share of the offered that were good."""
+        """Share of the offered requests that were good."""
         return self.good / self.offered if self.offered else 1.0
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """One replay in numbers. Rates are per second of the span in which requests arrived.
+    """The results of one replay. Rates are per second of the span in which requests arrived.
 
-    attainment      share of all offered requests that were served within both budgets; 0 where none were offered
-    goodput         good requests a second; `token_goodput`: prompt and output tokens of good requests a second
-    good_input      prompt tokens of good requests a second
-    hit_ratio       prompt tokens found cached; `of_ideal`: as a share of what an endless cache in common would have had
-    imbalance       computed and made tokens of the busiest group over the mean
-    wasted          prompt tokens computed for requests that were not served, as a share of all computed
-    long_kept       share of prompts above 32k tokens that were served well
-    jain            Jain's index over tenants' attainment: 1 when all fare alike; `worst_tenant`: the least attainment
-    ttft_error, tpot_error  mean relative error of what was predicted at the pick, from there to the first token, over
-                            what it turned out to be (MAPE); ttft_error_p50: the median; None if nothing was
-    at_first_retry  of requests that were refused once and came again, the share let in then; None if there were none
+    attainment      share of all offered requests that were served within both budgets; 0 if none
+                    were offered
+    goodput         good requests per second; `token_goodput`: prompt and output tokens of good
+                    requests per second
+    good_input      prompt tokens of good requests per second
+    hit_ratio       share of prompt tokens that were cached; `of_ideal`: relative to one shared
+                    cache without evictions
+    imbalance       computed and generated tokens of the busiest group over the mean
+    wasted          prompt tokens computed for requests that were not served, as a share of all
+                    computed
+    long_kept       share of prompts above 32k tokens that were good
+    jain            Jain's index over tenants' attainment: 1 if all are equal; `worst_tenant`: the
+                    lowest attainment
+    ttft_error, tpot_error  mean relative error of the prediction at the pick (MAPE), counted from
+                            the pick; ttft_error_p50: its median; None without predictions
+    at_first_retry  of requests that were refused once and retried, the share admitted then; None if
+                    there were none
     pick_us         microseconds per decision
     """
 
@@ -79,113 +89,140 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures:
-    """Of the requests that arrived from `from_s` on (a cold fleet's first minutes aside) and before `to_s`.
+    """Return the results of requests that arrived in [from_s, to_s).
 
-    A request that the horizon cut short is left out, for it might have been good; unless its first token was overdue
-    already: then it is a miss.
+    A request cut by the horizon is left out, because it might have been good, unless its first
+    token was overdue: then it is a miss.
     """
-    inside = [one for one in run.records if one.arrived_s >= from_s and (to_s is None or one.arrived_s < to_s)]
-    counted = [one for one in inside if one.end is not End.CUT or _is_late(one, run.ended_s)]
-    served = [one for one in counted if one.end is End.SERVED]
-    good = [one for one in counted if one.good]
-    ends = [one.arrived_s for one in counted]
+    counted = list(_counted(run, from_s, inf if to_s is None else to_s))
+    served = [record for record in counted if record.end is End.SERVED]
+    good = [record for record in counted if record.good]
+    ends = [record.arrived_s for record in counted]
     span_s = max(ends, default=from_s) - max(from_s, min(ends, default=from_s))
     per_s = 1 / span_s if span_s > 0 else 0.0
-    prompt = sum(one.prompt_tokens for one in served)
-    ideal = sum(one.ideal_tokens for one in served)
-    cached = sum(one.cached_tokens for one in served)
-    wasted = sum(one.wasted_tokens for one in counted)
-    foreseen = _errors((one.predicted_ttft_s, _from_entry(one)) for one in served if not one.moved)
-    paced = _errors((one.predicted_tpot_s, one.tpot_s) for one in served if not one.moved)
-    tenants = _shares(counted, lambda one: one.tenant)
-    attained = [share.attainment for share in tenants.values()]
+    prompt = sum(record.prompt_tokens for record in served)
+    ideal = sum(record.ideal_tokens for record in served)
+    cached = sum(record.cached_tokens for record in served)
+    wasted = sum(record.wasted_tokens for record in counted)
+    stayed = [record for record in served if not record.moved]
+    ttft_errors = _errors((record.predicted_ttft_s, _ttft_from_pick(record)) for record in stayed)
+    tpot_errors = _errors((record.predicted_tpot_s, record.tpot_s) for record in stayed)
+    tenants = _shares(counted, lambda record: record.tenant)
+    attainments = [share.attainment for share in tenants.values()]
     return Figures(
         policy=run.policy,
         fleet=run.fleet,
         offered=len(counted),
-        ends=dict(Counter(str(one.end) for one in counted)),
-        reasons=dict(Counter(one.reason for one in counted if one.reason)),
+        ends=dict(Counter(str(record.end) for record in counted)),
+        reasons=dict(Counter(record.reason for record in counted if record.reason)),
         span_s=span_s,
         attainment=len(good) / len(counted) if counted else 0.0,
         goodput=len(good) * per_s,
-        token_goodput=sum(one.prompt_tokens + one.output_tokens for one in good) * per_s,
-        good_input=sum(one.prompt_tokens for one in good) * per_s,
+        token_goodput=sum(record.prompt_tokens + record.output_tokens for record in good) * per_s,
+        good_input=sum(record.prompt_tokens for record in good) * per_s,
         throughput=len(served) * per_s,
-        ttft=summarise([one.ttft_s for one in counted if one.ttft_s is not None]),
-        tpot=summarise([one.tpot_s for one in served if one.tpot_s is not None]),
-        longest_gap=summarise([one.longest_gap_s for one in served if one.output_tokens > 1]),
+        ttft=summarise([record.ttft_s for record in counted if record.ttft_s is not None]),
+        tpot=summarise([record.tpot_s for record in served if record.tpot_s is not None]),
+        longest_gap=summarise(_gaps(served)),
         hit_ratio=cached / prompt if prompt else 0.0,
         of_ideal=cached / ideal if ideal else None,
-        believed_ratio=sum(one.believed_tokens for one in served) / prompt if prompt else 0.0,
+        believed_ratio=sum(record.believed_tokens for record in served) / prompt if prompt else 0.0,
         imbalance=_imbalance(run),
         wasted=wasted / (wasted + prompt - cached) if wasted else 0.0,
-        long_kept=_kept([one for one in counted if one.prompt_tokens > LONG_PROMPT]),
-        jain=jain(attained),
-        worst_tenant=min(attained, default=1.0),
-        classes=_shares(counted, lambda one: one.slo.name),
+        long_kept=_good_share([record for record in counted if record.prompt_tokens > LONG_PROMPT]),
+        jain=jain(attainments),
+        worst_tenant=min(attainments, default=1.0),
+        classes=_shares(counted, lambda record: record.slo.name),
         tenants=tenants,
-        ttft_error=fmean(foreseen) if foreseen else None,
-        ttft_error_p50=median(foreseen) if foreseen else None,
-        tpot_error=fmean(paced) if paced else None,
+        ttft_error=fmean(ttft_errors) if ttft_errors else None,
+        ttft_error_p50=median(ttft_errors) if ttft_errors else None,
+        tpot_error=fmean(tpot_errors) if tpot_errors else None,
         at_first_retry=_at_first_retry(counted),
-        preemptions=sum(one.preemptions for one in counted),
+        preemptions=sum(record.preemptions for record in counted),
         pick_us=run.pick_s / run.picks * 1e6 if run.picks else 0.0,
         wall_s=run.wall_s,
     )
 
 
+def _counted(run: Run, from_s: float, to_s: float) -> Iterator[Record]:
+    for record in run.records:
+        if not from_s <= record.arrived_s < to_s:
+            continue
+        if record.end is not End.CUT or _is_late(record, run.ended_s):
+            yield record
+
+
+def _gaps(records: Sequence[Record]) -> list[float]:
+    return [record.longest_gap_s for record in records if record.output_tokens > 1]
+
+
 def jain(values: Sequence[float]) -> float:
-    """Jain's fairness index: (sum x)^2 / (n sum x^2), from 1/n (one has all) to 1 (all have the same)."""
+    """Return Jain's fairness index: (sum x)^2 / (n sum x^2), from 1/n (one has all) to 1 (all have
+    the same).
+    """
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def regret(mine: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """The worst ratio to the best over workloads: min over workloads of mine / best of the others. Higher is better.
+def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
+    """Return the minimum over workloads of own figure / best of the others. Higher is better.
 
-    A figure per workload each, of which more is better; workloads where nobody has any do not count.
+    The mappings hold one figure per workload, of which more is better; workloads where all are 0 do
+    not count.
     """
     rivals = list(others)
-    best = {name: max((other[name] for other in rivals if name in other), default=0.0) for name in mine}
-    return min((value / best[name] for name, value in mine.items() if best[name] > 0), default=1.0)
+    best = {
+        name: max((other[name] for other in rivals if name in other), default=0.0) for name in own
+    }
+    return min((value / best[name] for name, value in own.items() if best[name] > 0), default=1.0)
 
 
-def _is_late(one: Record, now: float) -> bool:
-    """A request that was cut after its time for a first token was over: a miss, whatever would have become of it."""
-    return one.first_s is None and now - one.arrived_s > one.slo.ttft_s
+def _is_late(record: Record, now: float) -> bool:
+    """Return whether a request was cut after its TTFT budget was over: a miss in any case."""
+    return record.first_s is None and now - record.arrived_s > record.slo.ttft_s
 
 
-def _from_entry(one: Record) -> float | None:
-    """From the pick to the first token: what a prediction is about."""
-    return None if one.first_s is None or one.entered_s is None else one.first_s - one.entered_s
+def _ttft_from_pick(record: Record) -> float | None:
+    """Return the time from the pick to the first token, which is what a prediction refers to."""
+    return (
+        None
+        if record.first_s is None or record.entered_s is None
+        else record.first_s - record.entered_s
+    )
 
 
 def _shares(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, Share]:
     members: dict[str, list[Record]] = defaultdict(list)
-    for one in records:
-        members[key(one)].append(one)
-    return {name: _share(each) for name, each in sorted(members.items())}
+    for record in records:
+        members[key(record)].append(record)
+    return {name: _share(records_of_name) for name, records_of_name in sorted(members.items())}
 
 
 def _share(records: Sequence[Record]) -> Share:
-    ttft = summarise([one.ttft_s for one in records if one.ttft_s is not None])
-    good = sum(one.good for one in records)
-    return Share(len(records), good, None if ttft is None else ttft.p50, None if ttft is None else ttft.p99)
+    ttft = summarise([record.ttft_s for record in records if record.ttft_s is not None])
+    good = sum(record.good for record in records)
+    return Share(
+        len(records), good, None if ttft is None else ttft.p50, None if ttft is None else ttft.p99
+    )
 
 
-def _kept(records: Sequence[Record]) -> float | None:
-    return sum(one.good for one in records) / len(records) if records else None
+def _good_share(records: Sequence[Record]) -> float | None:
+    return sum(record.good for record in records) / len(records) if records else None
 
 
 def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """Relative errors of predictions: pairs of what was predicted and what came; those without either are left out."""
-    return [abs(said - real) / real for said, real in pairs if said is not None and real]
+    """Return relative errors of pairs (predicted, actual), leaving out incomplete pairs."""
+    return [
+        abs(predicted - actual) / actual
+        for predicted, actual in pairs
+        if predicted is not None and actual
+    ]
 
 
 def _at_first_retry(records: Sequence[Record]) -> float | None:
-    let_in = sum(one.refusals == 1 and one.entered_s is not None for one in records)
-    came = let_in + sum(one.refusals > 1 for one in records)
-    return let_in / came if came else None
+    admitted = sum(record.refusals == 1 and record.entered_s is not None for record in records)
+    retried = admitted + sum(record.refusals > 1 for record in records)
+    return admitted / retried if retried else None
 
 
 def _imbalance(run: Run) -> float:

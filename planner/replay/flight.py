@@ -1,4 +1,4 @@
-"""One request under way in a replay: where it is, and what must be given back when it leaves."""
+"""One running request of a replay: where it is, and what must be given back when it leaves."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from policies.model import Request
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request between its arrival and its end. Changed by fleet.py, door.py and halves.py alone.
+    """A request between its arrival and its end.
 
-    rest      what its client will ask after it, in a closed loop
-    permit    it holds a place that its pool's room gave it
-    believed  prompt tokens that its group was believed to hold when it was picked
-    ahead_tokens, sent_s  prompt tokens that its group has to compute, its own included, and when it was given them
-    expected  its keys are counted among those that its group will compute
-    race      the other attempt at the same request, while there are two; `is_hedge`: this is the second one
+    Changed by fleet.py, admission_sim.py and disagg_sim.py only.
+
+    rest      the following requests of its client, in a closed loop
+    permit    it holds a place of its pool's wait queue
+    believed  prompt tokens that its group was believed to have cached at the pick
+    ahead_tokens, sent_s  prompt tokens its group had to compute, including its own, when it was
+                          sent; and that time
+    expected  its keys are counted among those its group is about to compute
+    race      the other attempt at the same request, while there are two; `is_hedge`: this is the
+              second one
     is_overtaken  its group's evidence of speed no longer waits for its first token
 
-    Of a split request:
+    For a split request:
     taker     the group that decodes it
-    giver     the group that computes its prompt; None once its KV has been fetched, or is lost
-    given     the job there, whose blocks are kept until they have been fetched
-    prefill_entry  what is booked there
+    giver     the group that computes its prompt; None once its KV was fetched or lost
+    given     the job there, whose blocks are kept until they were fetched
+    prefill_entry  the booking there
     """
 
     record: Record

@@ -1,12 +1,12 @@
-"""Split requests in a replay: prefill job, then KV over the two groups' links, then decode job. Who and whether is the
-gateway's own Splitter; blocks are kept and fetched as the mock's scheduler does it for a live group.
+"""Split requests in a replay: prefill job, KV transfer over the two groups' links, decode job.
+
+The decision is the gateway's own Splitter; blocks are kept and fetched as in a live mock group.
 """
 
 from __future__ import annotations
 
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +14,7 @@ from mockgpu.handoff.legs import At, Take
 from mockgpu.job import Job, State
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.replay.port import FleetPort
 from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.contract import Policy
@@ -21,44 +22,54 @@ from policies.model import Ask, Role
 from policies.split import Group as Fits
 from policies.split import Pools, Shape, SplitRule, after_prefill_s, compat, splitter
 
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
-
 _WHOLE = Shape()
 _NOWHERE = At("")
 
 
 class Halves:
-    """Sole owner of the links' timetables and of the mode that the splitting rule is in."""
+    """Owner of the links' schedules and of the splitter's mode."""
 
-    def __init__(self, fleet: Fleet, rule: SplitRule, policy: Policy) -> None:
+    def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
         self._splitter = splitter(rule, policy)
         self._splitting = False
         self._pools = _pools(fleet.groups)
 
-    def fitting(self, one: TraceRequest) -> Pools:
-        """The pools without groups whose KV could not hold their part: prompt and first token, or prompt and answer."""
+    def fitting(self, request: TraceRequest) -> Pools:
+        """Return the pools without groups whose KV could not hold their part of the request.
+
+        A prefill group needs the prompt and one token, a decode group prompt and answer.
+        """
         front = self._fleet.front
-        if front.fits_everywhere(one):
+        if front.fits_everywhere(request):
             return self._pools
-        together = [
+        pair_groups = [
             Fits(
                 group.compat,
-                tuple(front.holding(one.input_tokens + 1, group.prefills)),
-                tuple(front.holding(one.input_tokens + one.output_tokens, group.decodes)),
+                tuple(front.holding(request.input_tokens + 1, group.prefills)),
+                tuple(front.holding(request.input_tokens + request.output_tokens, group.decodes)),
             )
             for group in self._pools.groups
         ]
-        alone = front.holding(one.input_tokens + one.output_tokens, self._pools.alone)
-        return Pools(tuple(each for each in together if each.prefills and each.decodes), tuple(alone))
+        alone = front.holding(request.input_tokens + request.output_tokens, self._pools.alone)
+        return Pools(
+            tuple(
+                pair_group
+                for pair_group in pair_groups
+                if pair_group.prefills and pair_group.decodes
+            ),
+            tuple(alone),
+        )
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> bool:
-        """Send it to a pair, if the gateway would; False: it is for one group."""
+    def serve(self, now: float, flight: Flight, query: Ask) -> bool:
+        """Send the request to a pair if the gateway would.
+
+        Return False if it is for a single group.
+        """
         front, groups = self._fleet.front, self._fleet.groups
         pools = self.fitting(flight.one)
         began = perf_counter()
-        decision = self._splitter.decide(pools, ask, _WHOLE, self._splitting)
+        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting)
         front.pick_s += perf_counter() - began
         front.picks += 1
         self._splitting = decision.splitting
@@ -67,10 +78,10 @@ class Halves:
         prefill, decode = decision.pair.prefill, decision.pair.decode
         giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
         request, record = flight.request, flight.record
-        self._fleet.door.booked(ask, prefill)
+        self._fleet.door.booked(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
-        after_s = after_prefill_s(self._splitter.rule, ask, decode)
+        after_s = after_prefill_s(self._splitter.rule, query, decode)
         flight.entry = ledger.reserve(taker.load, request, decode.cached_tokens, now)
         computed_s = flight.prefill_entry.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
@@ -83,39 +94,43 @@ class Halves:
         return True
 
     def prefilled(self, now: float, flight: Flight, giver: Group, given: Job) -> None:
-        """The prompt is computed: the decode half is asked."""
+        """Send the decode half, because the prompt was computed."""
         record, taker = flight.record, flight.taker
         assert flight.prefill_entry is not None
         assert taker is not None
         flight.prefill_entry.finished(now, 1)
         flight.prefill_entry = None
         record.cached_tokens, record.believed_tokens = given.cached, flight.believed
-        self._fleet.front.confirm(giver.load.slot, flight.believed, given.cached, given.prompt_tokens)
+        self._fleet.front.confirm(
+            giver.load.slot, flight.believed, given.cached, given.prompt_tokens
+        )
         giver.totals.requests += 1
-        job = Job(given.prompt_tokens, flight.one.output_tokens, flight.keys, leg=Take("", _NOWHERE, inf))
+        job = Job(
+            given.prompt_tokens, flight.one.output_tokens, flight.keys, leg=Take("", _NOWHERE, inf)
+        )
         flight.group, flight.job = taker, job
         self._fleet.flights[job] = flight
         self._fleet.at(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
 
     def fetch(self, taker: Group, job: Job, now: float) -> None:
-        """The decode half has room for it: what it does not hold itself comes over the links, one after another."""
+        """Fetch the KV that the decode group lacks over the links, one transfer after another."""
         flight = self._fleet.flights[job]
         giver = flight.giver
         if job.state is not State.FETCHING:
-            self._let_go(now, flight)
+            self._release_prefill_blocks(now, flight)
         elif giver is None:
-            self._fleet.at(now, self._land, (flight, job))
+            self._fleet.at(now, self._finish_fetch, (flight, job))
         else:
             starts_s = max(now, giver.sends_at_s, taker.receives_at_s)
             rate = min(giver.kind.link_gb_s, taker.kind.link_gb_s) * 1e9
             ends_s = starts_s + (job.prompt_tokens - job.computed) * giver.kv_token_bytes / rate
             giver.sends_at_s = taker.receives_at_s = ends_s
-            self._fleet.at(ends_s, self._land, (flight, job))
+            self._fleet.at(ends_s, self._finish_fetch, (flight, job))
 
-    def _land(self, now: float, what: tuple[Flight, Job]) -> None:
-        flight, job = what
+    def _finish_fetch(self, now: float, event: tuple[Flight, Job]) -> None:
+        flight, job = event
         taker = flight.taker
-        if flight.job is not job or taker is None:  # withdrawn meanwhile
+        if flight.job is not job or taker is None:  # it was withdrawn in the meantime
             return
         if flight.giver is None:
             taker.engine.scheduler.recompute(job)
@@ -123,11 +138,11 @@ class Halves:
             flight.entry.recompute(now)
         else:
             taker.engine.scheduler.landed(job, job.computed)
-            self._let_go(now, flight)
+            self._release_prefill_blocks(now, flight)
         self._fleet.wake(now, taker)
 
-    def _let_go(self, now: float, flight: Flight) -> None:
-        """The giver may forget its blocks."""
+    def _release_prefill_blocks(self, now: float, flight: Flight) -> None:
+        """Let the prefill group forget the blocks."""
         giver, given = flight.giver, flight.given
         flight.giver = flight.given = None
         if giver is not None and given is not None and giver.alive:
@@ -135,15 +150,17 @@ class Halves:
             self._fleet.wake(now, giver)
 
     def withdraw(self, now: float, flight: Flight) -> None:
-        """The request is taken back, wherever it is."""
+        """Cancel the request wherever it is."""
         if flight.prefill_entry is not None:
             flight.prefill_entry.dropped(now)
             flight.prefill_entry = None
-        self._let_go(now, flight)
+        self._release_prefill_blocks(now, flight)
         flight.taker = None
 
     def died(self, now: float, group: Group) -> None:
-        """A group is gone: what it gave away and nobody fetched is lost, and so are those who were to decode there."""
+        """Handle the death of a group: its unfetched KV is lost, and requests to be decoded there
+        fail.
+        """
         group.sends_at_s = group.receives_at_s = now
         for flight in list(self._fleet.flights.values()):
             if flight.taker is group:
@@ -153,17 +170,25 @@ class Halves:
 
 
 def _pools(groups: list[Group]) -> Pools:
-    """Whose KV fits whose: the same model."""
+    """Group the candidates by compatible KV, which means by equal model."""
     by_model: dict[str, tuple[list[Group], list[Group]]] = {}
     for group in groups:
-        key = compat(group.candidate.endpoint.engine, f"{group.kind.model} {group.kind.kv_scalar_bytes:g}", {})
+        key = compat(
+            group.candidate.endpoint.engine,
+            f"{group.kind.model} {group.kind.kv_scalar_bytes:g}",
+            {},
+        )
         prefills, decodes = by_model.setdefault(key, ([], []))
         if group.kind.role is not Role.DECODE:
             prefills.append(group)
         if group.kind.role is not Role.PREFILL:
             decodes.append(group)
     fits = tuple(
-        Fits(key, tuple(each.candidate for each in prefills), tuple(each.candidate for each in decodes))
+        Fits(
+            key,
+            tuple(group.candidate for group in prefills),
+            tuple(group.candidate for group in decodes),
+        )
         for key, (prefills, decodes) in by_model.items()
         if prefills and decodes
     )

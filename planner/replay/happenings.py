@@ -1,41 +1,39 @@
-"""What happens to a replayed fleet besides requests: groups fail, slow down, drain or join, and metrics are scraped."""
+"""Events of a replayed fleet other than requests: groups fail, slow down, drain or join, and
+metrics are scraped.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from planner.replay.group import Group
 from planner.replay.options import Fault, Trouble
+from planner.replay.port import FleetPort
 from policies import ledger
 from policies.warmup import ceiling
 
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
-
 Reading = tuple[Group, int, int, float]
-"""What a group's metrics said: jobs running, jobs waiting, share of its KV blocks in use."""
+"""One scrape of a group: running jobs, waiting jobs, share of KV blocks in use."""
 SWEEP_S = 0.25
-"""How often the gateway looks again how many requests a group that warms up may have at once."""
+"""Interval of the gateway's updates of the soft cap during slow start."""
 
 
 class Happenings:
-    """Puts them on the fleet's heap. Owns nothing."""
+    """Schedules these events. Stateless."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: FleetPort) -> None:
         self._fleet = fleet
 
     def announce(self) -> None:
-        """Everything that is known beforehand."""
+        """Schedule all events that are known in advance."""
         fleet = self._fleet
         for fault in fleet.options.faults:
-            fleet.at(fault.at_s, self._befall, fault)
+            fleet.at(fault.at_s, self._apply_fault, fault)
         for group in fleet.groups:
             if not group.alive:
-                fleet.at(group.kind.up_at_s, self._up, group)
+                fleet.at(group.kind.up_at_s, self._start_group, group)
         if fleet.options.scrape_s is not None:
             fleet.at(0.0, self._scrape)
 
-    def _befall(self, now: float, fault: Fault) -> None:
+    def _apply_fault(self, now: float, fault: Fault) -> None:
         group = self._fleet.groups[fault.group]
         if fault.trouble is Trouble.SLOW:
             self._set_pace(now, group)
@@ -47,12 +45,15 @@ class Happenings:
             if fault.for_s is not None:
                 self._fleet.at(now + fault.for_s, self._bring_back, group)
         elif group.alive:
-            self._lose(now, group)
+            self._kill(now, group)
             if fault.for_s is not None:
-                self._fleet.at(now + fault.for_s, self._up, group)
+                self._fleet.at(now + fault.for_s, self._start_group, group)
 
-    def _lose(self, now: float, group: Group) -> None:
-        """A rank falls out, and with it the whole group: who waits for a first token goes elsewhere."""
+    def _kill(self, now: float, group: Group) -> None:
+        """Fail a whole group, because one rank failed.
+
+        Its requests without a first token are retried elsewhere.
+        """
         fleet = self._fleet
         group.alive = group.load.available = False
         group.engine.stop()
@@ -65,7 +66,7 @@ class Happenings:
             fleet.halves.died(now, group)
 
     def _set_pace(self, now: float, group: Group) -> None:
-        """An engine is as slow as the fault says that came last of those still in force; without one, as its kind."""
+        """Set an engine's speed by the latest fault in force; without one, by its kind."""
         prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
@@ -75,28 +76,28 @@ class Happenings:
         group.engine.slow_prefill = group.kind.slowness * prefill
         group.engine.slow_decode = group.kind.slowness * decode
 
-    def _up(self, now: float, group: Group) -> None:
-        """A group joins, with nothing in its cache."""
+    def _start_group(self, now: float, group: Group) -> None:
+        """Let a group join with an empty cache."""
         group.renew()
         group.alive = True
         self._bring_back(now, group)
 
     def _bring_back(self, now: float, group: Group) -> None:
-        """A group is asked (again), if it lives."""
+        """Put a group back in rotation if it is alive."""
         group.load.available = group.alive
-        self._warm(now, (group, now))
+        self._raise_soft_cap(now, (group, now))
         self._fleet.door.refresh(now)
 
-    def _warm(self, now: float, what: tuple[Group, float]) -> None:
-        """Raise a group's ceiling by how long it has been up, as the gateway's sweep does."""
-        group, since = what
+    def _raise_soft_cap(self, now: float, event: tuple[Group, float]) -> None:
+        """Raise a group's soft cap by its time in rotation, like the gateway."""
+        group, since = event
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
         group.load.ceiling = ceiling(cap, now - since, ramp_s)
         if group.load.ceiling < cap:
-            self._fleet.at(now + SWEEP_S, self._warm, what)
+            self._fleet.at(now + SWEEP_S, self._raise_soft_cap, event)
 
     def _scrape(self, now: float, _: object) -> None:
-        """Every engine's own view of itself, on its way to the gateway."""
+        """Read every engine's metrics, and deliver them after the configured delay."""
         fleet = self._fleet
         readings: list[Reading] = []
         for group in fleet.groups:
@@ -111,6 +112,9 @@ class Happenings:
             fleet.at(now + fleet.options.scrape_s, self._scrape)
 
     def _scraped(self, now: float, readings: list[Reading]) -> None:
-        """As the gateway's table does it; what others sent is counted against what is in flight when it arrives."""
+        """Record the metrics like the gateway.
+
+        External requests are computed against in_flight at delivery.
+        """
         for group, running, waiting, usage in readings:
             ledger.scraped(group.load, running, waiting, usage, group.kind.capacity_tokens, now)

@@ -1,27 +1,28 @@
 """Hedges in a replay: a second group for a request whose first token is late.
 
-The group that makes the first token first serves the request; the other attempt is withdrawn. When a request is late is
-policies/stall.py's. Not here: the retry budget.
+The group with the earlier first token serves the request; the other attempt is withdrawn.
+policies/stall.py decides when a request is late. Not here: the retry budget.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from planner.replay.flight import Flight
 from planner.replay.group import Group
+from planner.replay.port import FleetPort
 from policies.model import Pick
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
+from policies.stall import is_doubted
 
 CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/hedge.py
 
 
 class Hedges:
-    """Starts second attempts, at most `share` of all requests. `sent`: the clock of each; `won`: those that served."""
+    """Starts second attempts, at most `share` of all requests.
 
-    def __init__(self, fleet: Fleet, share: float) -> None:
+    sent  the time of each hedge
+    won   how many hedges served their request
+    """
+
+    def __init__(self, fleet: FleetPort, share: float) -> None:
         self._fleet, self._share = fleet, share
         self._paid_for, self._credit = 0, CREDIT
         self._allowed = share * CREDIT
@@ -29,7 +30,7 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Whether the share leaves room for one more."""
+        """Return whether the share allows one more hedge."""
         came = self._fleet.arrived - self._paid_for
         self._paid_for += came
         paid_back = min(self._credit, came)
@@ -38,11 +39,11 @@ class Hedges:
         return self._allowed >= 1.0
 
     def send(self, now: float, flight: Flight, group: Group) -> None:
-        """Send the request to `group` as well."""
+        """Send the request to `group` in addition."""
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)
-        cached = fleet.front.ask(flight, now).cached
+        cached = fleet.front.query(flight, now).cached
         held = cached[group.load.slot] if group.load.slot < len(cached) else 0
         pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
         second = Flight(flight.record, flight.one, flight.request, flight.keys, flight.fingerprint)
@@ -50,7 +51,10 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: Flight) -> Flight:
-        """One of two attempts has made a token: withdraw the other. The flight that is the request's from now on."""
+        """Withdraw the attempt that lost, because the other one has its first token.
+
+        Returns the flight that represents the request from now on.
+        """
         fleet, other = self._fleet, first.race
         assert other is not None
         first.race = other.race = None
@@ -60,7 +64,12 @@ class Hedges:
                 note_overtaken(own, late, now)
                 fleet.speeds.doubt(now, late)
             fleet.withdraw(now, own)
-            own.job, own.group, own.entry, own.believed = first.job, first.group, first.entry, first.believed
+            own.job, own.group, own.entry, own.believed = (
+                first.job,
+                first.group,
+                first.entry,
+                first.believed,
+            )
             own.expected, own.is_overtaken = first.expected, False
             assert own.job is not None
             assert own.group is not None
@@ -72,7 +81,7 @@ class Hedges:
         return first
 
     def end_race(self, now: float, flight: Flight) -> None:
-        """An attempt is withdrawn. With the first one the second one ends too."""
+        """End the race of a withdrawn attempt. With the first attempt the second one ends too."""
         other, flight.race = flight.race, None
         if other is not None:
             other.race = None
@@ -81,6 +90,7 @@ class Hedges:
 
 
 def note_overtaken(flight: Flight, group: Group, now: float) -> None:
-    """The request leaves the group before its first token."""
-    group.speed.overtaken(max(1, flight.one.input_tokens - flight.believed), group.step_tokens, now)
+    """Record that the request leaves the group before its first token."""
+    tokens = max(1, flight.one.input_tokens - flight.believed)
+    group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
     flight.is_overtaken = True

@@ -1,48 +1,54 @@
-"""Slow groups in a replay: found by the gateway's own comparison, given less, ejected, and taken back.
+"""Slow groups in a replay: detected by the gateway's own comparison, throttled, ejected and
+returned.
 
-The evidence and the verdicts are policies/speed_record.py's, policies/outlier.py's and policies/stall.py's. Late
-requests at a suspect group are moved, and all that wait at a group when it is ejected. Late requests at other groups
-are hedged (hedges.py). Not here: the retry budget.
+Evidence and verdicts are speed_record.py's, outlier.py's and stall.py's. Late requests at a suspect
+group are moved, and so are all that wait at an ejected group. Late requests at other groups are
+hedged (hedges.py). Not here: the retry budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from mockgpu.job import Job
 from planner.replay.flight import Flight
 from planner.replay.group import Group
 from planner.replay.hedges import note_overtaken
+from planner.replay.port import FleetPort
 from policies import outlier
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.outlier import Member, SlowLimits
 from policies.saved_state import belief_state, restore_belief
 from policies.speed_record import Measure, Verdict
-from policies.stall import DOUBT_S, LEAST_LATE_S, RAMP_S, Expectations, choose_doubted, raised_ceiling
-
-if TYPE_CHECKING:
-    from planner.replay.fleet import Fleet
+from policies.stall import (
+    DOUBT_S,
+    LEAST_LATE_S,
+    RAMP_S,
+    SUSPECT_CEILING,
+    Expectations,
+    choose_doubted,
+    is_doubted,
+    raised_ceiling,
+)
 
 REVIEW_S, SWEEP_S, GLANCE_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
 PRICE = 2.0  # as in gateway/hedge.py
 CLEAR = 1.6
-SUSPECT_CEILING = 1
 
 
 class Speeds:
-    """Sole owner of what was sampled of streams. `ejected`: (clock, group) of every ejection."""
+    """Owner of the samples of streams. `ejected`: (clock, group) of every ejection."""
 
-    def __init__(self, fleet: Fleet, factor: float) -> None:
+    def __init__(self, fleet: FleetPort, factor: float) -> None:
         self._fleet = fleet
         self._limits = SlowLimits(factor)
-        self._made: dict[Job, int] = {}
+        self._generated: dict[Job, int] = {}
         self._expectations = Expectations()
         self._doubted: dict[Group, float] = {}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
-        """Begin to review the groups once a second."""
+        """Start the review of the groups, once a second."""
         if self._limits.factor:
             self._fleet.at(REVIEW_S, self._review)
             self._fleet.at(SWEEP_S, self._sweep)
@@ -51,12 +57,14 @@ class Speeds:
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.alive and group.load.available]
-        made: dict[Job, int] = {}
+        generated: dict[Job, int] = {}
         for group in rated:
-            made |= self._sample(group, now)
-        self._made = made
+            generated |= self._sample(group, now)
+        self._generated = generated
         before = [group.speed.verdict for group in rated]
-        self._expectations.yardsticks = outlier.review([_member(group) for group in rated], now, self._limits)
+        self._expectations.yardsticks = outlier.review(
+            [_member(group) for group in rated], now, self._limits
+        )
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
                 self._act(now, group)
@@ -67,11 +75,15 @@ class Speeds:
             fleet.at(now + REVIEW_S, self._review)
 
     def _sample(self, group: Group, now: float) -> dict[Job, int]:
-        """What the group's streams made since the last review, as the gateway counts their pieces."""
-        made = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
-        older = [job for job in made if job in self._made]
-        group.speed.streamed(len(older), sum(made[job] - self._made[job] for job in older), REVIEW_S, now)
-        return made
+        """Record the tokens of the group's streams since the last review, as the gateway counts
+        events.
+        """
+        generated = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
+        older = [job for job in generated if job in self._generated]
+        group.speed.streamed(
+            len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now
+        )
+        return generated
 
     def _act(self, now: float, group: Group) -> None:
         verdict, fleet = group.speed.verdict, self._fleet
@@ -89,30 +101,35 @@ class Speeds:
         fleet.at(now + PROBE_S, self._probe, group)
 
     def _waiting(self, group: Group) -> list[Flight]:
-        """Requests at the group without a first token, in the order in which they came."""
-        return [each for each in self._fleet.flights.values() if each.group is group and _may_leave(each)]
+        """Return the requests at the group without a first token, in order of arrival."""
+        flights = self._fleet.flights.values()
+        return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
     def doubt(self, now: float, group: Group) -> None:
-        """As EndpointTable.doubt: no request until the next review, and few until the group was judged."""
+        """Send the group no request until the next review, and few until it was judged.
+
+        The same as EndpointTable.doubt.
+        """
         if group.speed.verdict is Verdict.SUSPECT:
             group.load.ceiling = 0
         elif group.load.ceiling == NO_CEILING or group in self._doubted:
             group.load.ceiling, self._doubted[group] = 0, now + DOUBT_S
 
     def _glance(self, now: float, _: object) -> None:
-        """Doubt groups whose prefill step takes too long, and look at the requests there."""
+        """Doubt groups whose prefill step takes too long, and consider the requests there."""
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.alive and group.load.available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
             stalled = self._expectations.stalled([_member(group) for group in rated], now)
-            for index in choose_doubted(stalled, [group.load.ceiling <= SUSPECT_CEILING for group in rated]):
+            for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
                 self.doubt(now, rated[index])
-                self._look(now, rated[index])
+            for _, index in stalled:
+                self._consider(now, rated[index])
         if fleet.under_way:
             fleet.at(now + GLANCE_S, self._glance)
 
     def _sweep(self, now: float, _: object) -> None:
-        """Look at all requests without a first token."""
+        """Consider all requests without a first token."""
         fleet = self._fleet
         for group, until_s in tuple(self._doubted.items()):
             if now >= until_s:
@@ -122,18 +139,23 @@ class Speeds:
                     del self._doubted[group]
         for group in fleet.groups:
             if group.alive and group.load.available:
-                self._look(now, group)
+                self._consider(now, group)
         if fleet.under_way:
             fleet.at(now + SWEEP_S, self._sweep)
 
-    def _look(self, now: float, group: Group) -> None:
-        """Hedge the late requests at a group, or move them away if it is suspect; so long they took there at least."""
+    def _consider(self, now: float, group: Group) -> None:
+        """Hedge the late requests at a group, or move them away if it is suspect.
+
+        The time that a moved request has waited is evidence of the group's speed.
+        """
         fleet, moves = self._fleet, group.speed.verdict is Verdict.SUSPECT
         for flight in self._waiting(group):
             if not moves and not fleet.hedges.may_send():
                 return
             waited_s = now - flight.sent_s
-            left_s = self._expectations.left_s(_member(group), Measure.TTFT, flight.ahead_tokens, waited_s, now)
+            left_s = self._expectations.left_s(
+                _member(group), Measure.TTFT, flight.ahead_tokens, waited_s, now
+            )
             best = None if left_s is None else self._best(now, flight)
             if left_s is None or best is None or left_s < PRICE * best[0]:
                 continue
@@ -145,12 +167,16 @@ class Speeds:
                 fleet.hedges.send(now, flight, best[1])
 
     def _best(self, now: float, flight: Flight) -> tuple[float, Group] | None:
-        """The group that is expected to answer soonest, and when."""
-        cached = self._fleet.front.ask(flight, now).cached
+        """Return the seconds to the soonest expected answer, and its group."""
+        cached = self._fleet.front.query(flight, now).cached
         best: tuple[float, Group] | None = None
         for candidate in self._fleet.front.fitting(flight.one):
             group, load = self._fleet.groups[candidate.load.slot], candidate.load
-            if group is flight.group or not (group.alive and load.available) or load.in_flight >= load.ceiling:
+            if (
+                group is flight.group
+                or not (group.alive and load.available)
+                or load.in_flight >= load.ceiling
+            ):
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
             tokens = load.prefill_tokens + max(1, flight.one.input_tokens - held)
@@ -160,12 +186,15 @@ class Speeds:
         return best
 
     def _probe(self, now: float, group: Group) -> None:
-        """The piece of work that the gateway times beside a peer: it takes as long as the engine is slow."""
+        """Time a small job like the gateway's probe: it takes as long as the engine is slow."""
         if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
             if self._fleet.under_way:
                 self._fleet.at(now + 2 * PROBE_S, self._probe, group)
             return
-        peer = next((other for other in self._fleet.groups if other is not group and other.load.available), None)
+        peer = next(
+            (other for other in self._fleet.groups if other is not group and other.load.available),
+            None,
+        )
         if peer is not None:
             restore_belief(group.load.belief, belief_state(peer.load.belief))
         group.speed.accept()
@@ -175,7 +204,7 @@ class Speeds:
 
 
 def _kind(group: Group) -> Hashable:
-    """Equal for groups that are compared with each other."""
+    """Return a key that is equal for groups that are compared with each other."""
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
@@ -184,5 +213,6 @@ def _member(group: Group) -> Member:
 
 
 def _may_leave(flight: Flight) -> bool:
-    """Whether it may be given a second group, or another one."""
-    return flight.record.first_s is None and flight.race is None and not flight.tried and flight.entry is not None
+    """Return whether a request may get a second group, or another one."""
+    is_waiting = flight.record.first_s is None and flight.entry is not None
+    return is_waiting and flight.race is None and not flight.tried

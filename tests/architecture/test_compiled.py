@@ -151,7 +151,7 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
 
 def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
     declared = [line for line in told("policies.price") if line.startswith("    cdef public double ")]
-    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.price._Asked"]) or ())
+    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.price._RequestTerms"]) or ())
     others = set(PROJECT.compiled) - {"policies.price"}
     assert not [line for module in others for line in told(module) if "double" in line]
     for module in others:

@@ -22,7 +22,8 @@ from policies import ledger, registry
 from policies.fingerprint import Fingerprint, Fingerprinter
 from policies.latency import ttfts
 from policies.ledger import Entry
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request, Slo
 from policies.prefix_index import PrefixIndex
 from policies.run import pick
 

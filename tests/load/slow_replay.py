@@ -3,8 +3,8 @@
     python -m tests.load.slow_replay [--seconds 300] [--seed 11]...
 
 The load is half of what three groups serve. Printed: the slow group's share of the requests that came after 10 s, p99
-TTFT of all requests of both runs, when the slow group was ejected, and whether a healthy one ever was. A replay has no
-hedges. Exit status: 1 when a share is above 1 %, a p99 above twice the other, or a healthy group was ejected.
+TTFT of all requests of both runs, hedges, when the slow group was ejected, and whether a healthy one ever was. Exit
+status: 1 when a share is above 1 %, a p99 above twice the other, hedges above 5 %, or a healthy group was ejected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 from planner.replay.options import Fault, Trouble
 from policies import registry
-from tests.sim.test_slow_group import KEPT_S, p99_s, ran, share
+from tests.sim.test_slow_group import HEDGES, KEPT_S, p99_s, ran, share
 
 FAULTS = ((10.0, ""), (3.0, ""), (3.0, "prefill"), (3.0, "decode"))
 
@@ -38,10 +38,11 @@ def _cell(policy: str, seed: int, seconds: float, three_s: float, factor: float,
     slow = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group == 0]
     healthy = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group]
     given, p99 = share(run, KEPT_S), p99_s(run)
-    holds = given <= 0.01 and p99 <= 2 * three_s and not healthy
+    hedges = len(fleet.hedges.sent) / len(run.records)
+    holds = given <= 0.01 and p99 <= 2 * three_s and hedges <= HEDGES and not healthy
     print(
         f"{'' if holds else 'FAILS '}{policy:<19} seed {seed}, {factor:g} times slower at {only or 'both':<7} "
-        f"share {given:6.2%}, p99 TTFT {p99:5.2f} s, of the three {three_s:5.2f} s, "
+        f"share {given:6.2%}, p99 TTFT {p99:5.2f} s, of the three {three_s:5.2f} s, hedges {hedges:5.2%}, "
         f"ejected at {' '.join(slow) or '-'} s, healthy ones at {' '.join(healthy) or '-'}",
         flush=True,
     )

@@ -29,7 +29,9 @@ def test_a_summary_agrees_with_numpy_and_is_ordered(values: list[float]) -> None
 
 
 @given(samples, st.floats(0.001, 1000))
-def test_changing_the_unit_changes_the_unit_and_nothing_else(values: list[float], factor: float) -> None:
+def test_changing_the_unit_changes_the_unit_and_nothing_else(
+    values: list[float], factor: float
+) -> None:
     summary = summarise(values)
     assert summary is not None
     changed, direct = scaled(summary, factor), summarise([value * factor for value in values])

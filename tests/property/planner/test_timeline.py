@@ -1,4 +1,4 @@
-"""A streamed answer says the same however its bytes are cut."""
+"""A streamed answer is parsed equally however its bytes are chunked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ def event(data: object, newline: str) -> bytes:
 
 
 def stream(words: list[str], newline: str) -> bytes:
-    """A vLLM stream: the role, the words, the finish, usage, [DONE], with a comment in between."""
+    """Return a vLLM stream: role, words, finish, usage, [DONE], with a comment in between."""
     role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
     tokens = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in words]
     finish = {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]}
-    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": len(words), "total_tokens": 0}}
+    usage = {
+        "choices": [],
+        "usage": {"prompt_tokens": 9, "completion_tokens": len(words), "total_tokens": 0},
+    }
     events = b"".join(event(one, newline) for one in (role, *tokens, finish, usage))
-    return f": ping{newline}{newline}".encode() + events + f"data: [DONE]{newline}{newline}".encode()
+    return (
+        f": ping{newline}{newline}".encode() + events + f"data: [DONE]{newline}{newline}".encode()
+    )
 
 
 @given(
@@ -30,7 +35,9 @@ def stream(words: list[str], newline: str) -> bytes:
     st.sampled_from(["\n", "\r\n"]),
     st.lists(st.integers(0, 5000), max_size=40),
 )
-def test_any_chunking_gives_the_same_tokens_text_usage_and_end(words: list[str], newline: str, cuts: list[int]) -> None:
+def test_any_chunking_gives_the_same_tokens_text_usage_and_end(
+    words: list[str], newline: str, cuts: list[int]
+) -> None:
     data = stream(words, newline)
     places = [0, *sorted(cut % len(data) for cut in cuts), len(data)]
     timeline = Timeline()

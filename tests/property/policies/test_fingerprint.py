@@ -1,4 +1,4 @@
-"""The laws of a fingerprint, over all prompts hypothesis can think of."""
+"""Invariants of a fingerprint, over arbitrary prompts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ words = st.integers(0, 2**64 - 1)
 
 
 def numbers(count: int) -> st.SearchStrategy[Numbers]:
-    """So many secret ones."""
-    return st.lists(words, min_size=count, max_size=count).map(lambda found: np.array(found, np.uint64))
+    """Draw this many secret numbers."""
+    return st.lists(words, min_size=count, max_size=count).map(
+        lambda found: np.array(found, np.uint64)
+    )
 
 
 @given(st.binary(max_size=20 * BLOCK), prompts, prompts)
-def test_keys_are_equal_exactly_as_far_as_the_prompts_are(shared: bytes, one: bytes, other: bytes) -> None:
+def test_keys_are_equal_exactly_as_far_as_the_prompts_are(
+    shared: bytes, one: bytes, other: bytes
+) -> None:
     a, b = shared + one, shared + other
     keys_a, keys_b = PRINTS.of(b"s", a).keys.tolist(), PRINTS.of(b"s", b).keys.tolist()
     for block, (key_a, key_b) in enumerate(zip(keys_a, keys_b, strict=False)):
@@ -58,23 +62,23 @@ def test_different_salts_share_no_key(prompt: bytes, salt: bytes, other: bytes) 
 @given(prompts)
 def test_different_secrets_share_no_key(prompt: bytes) -> None:
     stranger = Fingerprinter(b"fedcba9876543210", block_bytes=BLOCK)
-    assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(stranger.of(b"s", prompt).keys.tolist())
+    assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(
+        stranger.of(b"s", prompt).keys.tolist()
+    )
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.lists(st.integers(0, 2**32 - 1), max_size=20))
-def test_token_ids_obey_the_prefix_law_and_never_meet_text(ids: list[int], more: list[int]) -> None:
-    keys = PRINTS.of_tokens(b"s", ids).keys.tolist()
-    assert PRINTS.of_tokens(b"s", ids + more).keys.tolist()[: len(keys)] == keys
-    as_text = b"".join(number.to_bytes(4, "little") for number in ids)
-    assert not set(keys) & set(PRINTS.of(b"s", as_text).keys.tolist())
-
-
-@given(numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK))
+@given(
+    numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK)
+)
 def test_word_by_word_gives_the_keys_that_whole_arrays_give(
     word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes
 ) -> None:
     def keys(arithmetic: type[Arithmetic]) -> list[int]:
-        return arithmetic(word_keys, places, fold, mix).chained(seed, memoryview(data), len(data) // BLOCK).tolist()
+        return (
+            arithmetic(word_keys, places, fold, mix)
+            .chained(seed, memoryview(data), len(data) // BLOCK)
+            .tolist()
+        )
 
     assert keys(WordByWord) == keys(WholeArrays)
 

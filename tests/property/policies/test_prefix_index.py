@@ -1,4 +1,4 @@
-"""The prefix index against a naive model that remembers every prefix of every prompt."""
+"""The prefix index against a naive model that stores every prefix of every prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ BLOCK = 8
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
 SLOTS = 5
 
-prompts = st.lists(st.sampled_from([b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]), max_size=12).map(b"".join)
+prompts = st.lists(st.sampled_from([b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]), max_size=12).map(
+    b"".join
+)
 tails = st.integers(0, 7).map(bytes)
 slots = st.integers(0, SLOTS - 1)
 
 
 class Unbounded(RuleBasedStateMachine):
-    """Without capacities and far below the cap nothing is ever forgotten on its own."""
+    """Without capacities and far below the cap nothing expires by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +31,9 @@ class Unbounded(RuleBasedStateMachine):
 
     def depth(self, slot: int, prompt: bytes) -> int:
         blocks = 0
-        while prompt[: (blocks + 1) * BLOCK] in self.naive[slot] and (blocks + 1) * BLOCK <= len(prompt):
+        while prompt[: (blocks + 1) * BLOCK] in self.naive[slot] and (blocks + 1) * BLOCK <= len(
+            prompt
+        ):
             blocks += 1
         return blocks
 
@@ -45,7 +49,9 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
-        """Everything that continues the kept part is cut as well: a set of prefixes can hold no broken chain."""
+        """Everything that continues the kept part is cut as well: a set of prefixes can hold no
+        broken chain.
+        """
         cut = prompt[: (kept + 1) * BLOCK]
         if len(cut) > kept * BLOCK:
             for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
@@ -71,7 +77,7 @@ class Unbounded(RuleBasedStateMachine):
 
 
 class Bounded(RuleBasedStateMachine):
-    """With a tiny cap and capacities: bounds hold after every step, whatever is asked."""
+    """With a tiny cap and capacities the bounds hold after every step."""
 
     cap = 64 * BLOCK_COST_BYTES
 
@@ -92,7 +98,10 @@ class Bounded(RuleBasedStateMachine):
     @rule(prompt=prompts, blocks=st.integers(0, 90))
     def match(self, prompt: bytes, blocks: int) -> None:
         tokens = len(prompt) + blocks * BLOCK
-        assert all(0 <= believed <= tokens for believed in self.index.match(self.long(prompt, blocks), tokens))
+        assert all(
+            0 <= believed <= tokens
+            for believed in self.index.match(self.long(prompt, blocks), tokens)
+        )
 
     @rule(slot=slots, believed=st.floats(0, 1), cached=st.floats(0, 1))
     def confirm(self, slot: int, believed: float, cached: float) -> None:
@@ -115,7 +124,8 @@ class Bounded(RuleBasedStateMachine):
         for slot, held in enumerate(stats.held_tokens):
             assert held >= 0
             if slot in self.capacity:
-                # One generation always lives: a prompt larger than the engine is believed until the next one comes.
+                # One generation is always alive: a prompt larger than the engine matches until the
+                # next one comes.
                 assert held <= max(self.capacity[slot], 102 * BLOCK)
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""Whatever an endpoint's numbers: more to wait for is never cheaper, more of the prompt cached is never dearer."""
+"""For any numbers of an endpoint: more waiting is never cheaper, a longer cached prefix never more
+expensive.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.contract import DECODE, WHOLE, Part
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request, Slo
 from policies.price import Priced, Prices
 
 share = st.floats(0.0, 1.0)
 tokens = st.integers(0, 200_000)
 slos = st.builds(Slo, st.just("any"), st.floats(0.05, 60.0), st.floats(0.005, 2.0))
-requests = st.builds(Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos)
+requests = st.builds(
+    Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos
+)
 parts = st.sampled_from((WHOLE, DECODE, Part(decodes=0.0), Part(decodes=0.0, transfer_s=1.0)))
 weight = st.floats(0.0, 9.0)
 prices = st.builds(
@@ -50,12 +55,24 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     load.token_s, load.pair_s = draw(st.floats(0.0, 1e-3)), draw(st.floats(0.0, 1e-7))
     load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
     load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
-    load.kv_tokens, load.kv_booked = draw(st.one_of(st.none(), st.floats(1e3, 1e7))), draw(st.integers(0, 10**6))
+    load.kv_tokens, load.kv_booked = (
+        draw(st.one_of(st.none(), st.floats(1e3, 1e7))),
+        draw(st.integers(0, 10**6)),
+    )
     load.answers = draw(st.integers(0, 200))
     load.expected_tokens = load.answers * draw(st.integers(0, 4000))
-    load.kv_free, load.kv_s = draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))), draw(st.floats(0.0, 1e-3))
-    load.strangers, load.waiting = draw(st.integers(0, 9)), draw(st.one_of(st.none(), st.integers(0, 9)))
-    load.scraped_at, load.kv_usage = draw(st.sampled_from((None, 60.0, 99.0))), draw(st.one_of(st.none(), share))
+    load.kv_free, load.kv_s = (
+        draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))),
+        draw(st.floats(0.0, 1e-3)),
+    )
+    load.strangers, load.waiting = (
+        draw(st.integers(0, 9)),
+        draw(st.one_of(st.none(), st.integers(0, 9))),
+    )
+    load.scraped_at, load.kv_usage = (
+        draw(st.sampled_from((None, 60.0, 99.0))),
+        draw(st.one_of(st.none(), share)),
+    )
     return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
 
 
@@ -65,7 +82,12 @@ def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -
 
 
 def never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, worsen: Callable[[EndpointLoad], None]
+    by: Prices,
+    request: Request,
+    one: Candidate,
+    held: float,
+    part: Part,
+    worsen: Callable[[EndpointLoad], None],
 ) -> None:
     cached = int(held * request.prompt_tokens)
     before = price(by, request, one, cached, part)
@@ -76,7 +98,13 @@ def never_cheaper(
 @pytest.mark.parametrize("number", WORSE)
 @given(prices, requests, candidates(), share, parts, st.data())
 def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheaper(
-    number: str, by: Prices, request: Request, one: Candidate, held: float, part: Part, data: st.DataObject
+    number: str,
+    by: Prices,
+    request: Request,
+    one: Candidate,
+    held: float,
+    part: Part,
+    data: st.DataObject,
 ) -> None:
     def worsen(load: EndpointLoad) -> None:
         setattr(load, number, getattr(load, number) + data.draw(WORSE[number]))

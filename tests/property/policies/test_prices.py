@@ -1,4 +1,4 @@
-"""What prices are made of: shares of an overloaded pool, promises to those who come back, pacing."""
+"""The inputs of prices: shares of an overloaded pool, scheduled returns, pacing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.unit.policies.builders import ask, candidate
 tenants = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100.0), min_size=2, max_size=6)
 
 
-@given(tenants, st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 10.0)), st.floats(0.05, 1.0))
+@given(
+    tenants, st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 10.0)), st.floats(0.05, 1.0)
+)
 def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
     asked: dict[str, float], weights: dict[str, float], part: float
 ) -> None:
@@ -35,8 +37,12 @@ def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
             assert usage.excess(name) == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 5.0), st.floats(0.0, 2.0)), max_size=80))
-def test_promises_never_exceed_the_capacity_and_are_forgotten(refusals: list[tuple[int, float, float]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 5.0), st.floats(0.0, 2.0)), max_size=80)
+)
+def test_promises_never_exceed_the_capacity_and_are_forgotten(
+    refusals: list[tuple[int, float, float]],
+) -> None:
     calendar, now, rng, per_s = Calendar(ReturnTimes(remembered=20)), 0.0, Random(1), 3.0
     due: dict[int, float] = {}
     for name, work_s, pause_s in refusals:
@@ -69,7 +75,9 @@ def test_nothing_is_promised_while_no_capacity_has_been_measured() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 4.0)), min_size=1, max_size=40))
-def test_an_endpoint_is_never_given_more_than_its_pace_and_one_burst(prompts: list[tuple[float, float]]) -> None:
+def test_an_endpoint_is_never_given_more_than_its_pace_and_one_burst(
+    prompts: list[tuple[float, float]],
+) -> None:
     pace, tpot_s, burst_s = Pace(1.0), 0.1, 1.5
     load = candidate(0, decoding=8).load
     load.timeline.decode_s = 0.03
@@ -85,11 +93,17 @@ def test_an_endpoint_is_never_given_more_than_its_pace_and_one_burst(prompts: li
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["began", "ended", "tick"]), st.sampled_from("abcde"), st.integers(1, 500)),
+        st.tuples(
+            st.sampled_from(["began", "ended", "tick"]),
+            st.sampled_from("abcde"),
+            st.integers(1, 500),
+        ),
         max_size=80,
     )
 )
-def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(events: list[tuple[str, str, int]]) -> None:
+def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(
+    events: list[tuple[str, str, int]],
+) -> None:
     inside, now = WorkingSet(), 0.0
     for what, name, size in events:
         now += size / 5
@@ -99,7 +113,7 @@ def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(events: list[tu
             inside.ended(name, size + 10, size // 3, now)
         else:
             inside.tick(now)
-        assert inside.tokens == sum(one.tokens for one in inside._in.values())
+        assert inside.tokens == sum(one.tokens for one in inside._active.values())
         assert 0.5 <= inside.phi <= 0.9
         assert 60.0 <= inside.memory_s <= 600.0
     assume(inside.tokens)

@@ -1,4 +1,6 @@
-"""Quotas: never more than a minute's worth and what a minute fills, and who comes back when told finds enough."""
+"""Quotas: never more than a minute's worth plus the refill, and clients that return on time are
+admitted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ COMES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5000)), min_size
 
 
 @given(st.integers(1, 200), st.integers(1, 20_000), COMES)
-def test_what_is_let_in_is_a_minutes_worth_at_first_and_then_what_time_has_filled(
+def test_a_quota_admits_one_minutes_worth_and_then_the_refill(
     requests: int, tokens: int, comes: list[tuple[float, int]]
 ) -> None:
     quota, now, count, total, largest = Quota(Limits(requests, tokens)), 1000.0, 0, 0, 0
@@ -24,8 +26,14 @@ def test_what_is_let_in_is_a_minutes_worth_at_first_and_then_what_time_has_fille
         assert total <= tokens * filled + max(0, largest - tokens) + 1e-3
 
 
-@given(st.integers(1, 2**40), st.integers(1, 2**40), st.lists(st.integers(1, 2**24), min_size=1, max_size=30))
-def test_who_comes_back_when_it_was_told_to_is_let_in(requests: int, tokens: int, amounts: list[int]) -> None:
+@given(
+    st.integers(1, 2**40),
+    st.integers(1, 2**40),
+    st.lists(st.integers(1, 2**24), min_size=1, max_size=30),
+)
+def test_a_client_that_returns_on_time_is_admitted(
+    requests: int, tokens: int, amounts: list[int]
+) -> None:
     quota, now = Quota(Limits(requests, tokens)), 5.0
     for amount in amounts:
         refused = quota.take(amount, now)
@@ -37,7 +45,9 @@ def test_who_comes_back_when_it_was_told_to_is_let_in(requests: int, tokens: int
 
 
 @given(COMES)
-def test_what_was_refused_elsewhere_or_taken_too_much_comes_back(comes: list[tuple[float, int]]) -> None:
+def test_what_was_refused_elsewhere_or_taken_too_much_comes_back(
+    comes: list[tuple[float, int]],
+) -> None:
     quota = Quota(Limits(10, 50_000))
     for _ in range(3):
         for _, amount in comes[:10]:
@@ -47,16 +57,21 @@ def test_what_was_refused_elsewhere_or_taken_too_much_comes_back(comes: list[tup
     assert quota.take(1, 0.0) is None
 
 
-def test_a_clock_that_goes_back_fills_nothing() -> None:
+def test_a_clock_that_goes_back_refills_nothing() -> None:
     quota = Quota(Limits(1))
     assert quota.take(1, 100.0) is None
     refused = quota.take(1, 40.0)
     assert refused is not None
-    assert (refused.what, refused.limit, refused.remaining, refused.retry_after_s) == ("requests", 1, 0, 60.0)
+    assert (refused.what, refused.limit, refused.remaining, refused.retry_after_s) == (
+        "requests",
+        1,
+        0,
+        60.0,
+    )
 
 
 class House:
-    """Gateways with a quota each, that tell each other now and then what they let in."""
+    """Gateways with one quota each that exchange their usage now and then."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.quotas = [Quota(Limits(None, limit)) for _ in range(size)]
@@ -78,9 +93,13 @@ class House:
 @given(
     st.integers(2, 4),
     st.integers(1_000, 4_000),
-    st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 3), st.integers(1, 1000)), min_size=20, max_size=80),
+    st.lists(
+        st.tuples(st.floats(0.0, 0.5), st.integers(0, 3), st.integers(1, 1000)),
+        min_size=20,
+        max_size=80,
+    ),
 )
-def test_gateways_that_tell_each_other_let_in_what_one_would_and_what_comes_between_two_words(
+def test_connected_gateways_admit_as_much_as_one_plus_the_update_interval(
     size: int, limit: int, comes: list[tuple[float, int, int]]
 ) -> None:
     house, now, told_at, before, most = House(size, limit), 1000.0, 1000.0, 0, 0
@@ -99,7 +118,9 @@ def test_gateways_that_tell_each_other_let_in_what_one_would_and_what_comes_betw
 
 
 @given(st.integers(2, 4), st.integers(0, 3))
-def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(size: int, late: int) -> None:
+def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(
+    size: int, late: int
+) -> None:
     house, now = House(size, 6000), 0.0
 
     def minute() -> list[int]:
@@ -114,7 +135,7 @@ def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(size: int
 
     minute()
     house.quotas[late % size] = Quota(Limits(None, 6000))
-    assert sum(minute()) <= 12_200  # a minute's worth, and the newcomer's full bucket
+    assert sum(minute()) <= 12_200  # a minute's worth, and the new gateway's full bucket
     left = [quota.spent(0, 0, now).tokens_left or 0.0 for quota in house.quotas]
     assert max(left) - min(left) < 1.0
     assert sum(minute()) == 6000

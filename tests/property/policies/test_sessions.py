@@ -1,4 +1,4 @@
-"""Working sets of several gateways: whoever served what, all count the same contexts once they have heard."""
+"""Working sets of several gateways: after an exchange all count the same contexts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from policies.sessions import Member, SessionGate, WorkingSet
 
 SERVED = st.tuples(
-    st.integers(0, 2), st.sampled_from("abcdefgh"), st.integers(1, 5000), st.floats(0.01, 20.0), st.booleans()
+    st.integers(0, 2),
+    st.sampled_from("abcdefgh"),
+    st.integers(1, 5000),
+    st.floats(0.01, 20.0),
+    st.booleans(),
 )
 
 
@@ -39,14 +43,18 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
         if told:
             tell(sets, now)
     tell(sets, now)
-    wanted = {session: tokens for session, (seen_s, tokens) in last.items() if seen_s + sets[0].memory_s > now}
+    wanted = {
+        session: tokens
+        for session, (seen_s, tokens) in last.items()
+        if seen_s + sets[0].memory_s > now
+    }
     for each in sets:
         assert {session for session in last if each.holds(session)} >= wanted.keys()
         assert each.tokens == sum(last[session][1] for session in last if each.holds(session))
     assert sets[0].admits("z", 1, 10.0) == sets[1].admits("z", 1, 10.0)
 
 
-def test_what_others_tell_of_is_bounded_as_what_is_served_here() -> None:
+def test_sessions_of_peers_are_bounded_like_own_ones() -> None:
     inside = sharing(SessionGate(remembered=100))
     for number in range(500):
         inside.elsewhere([Member(number, 10, 0.0)], 0.0, 1000.0 + number / 1000)
@@ -55,7 +63,7 @@ def test_what_others_tell_of_is_bounded_as_what_is_served_here() -> None:
     assert inside.tokens == 500
 
 
-def test_what_waits_to_be_told_is_never_more_than_who_is_in() -> None:
+def test_pending_updates_never_exceed_the_active_sessions() -> None:
     inside = WorkingSet(SessionGate(remembered=100))
     inside.share(int)
     for number in range(500):

@@ -26,7 +26,10 @@ def decisions(rule: SplitRule, tokens: list[int], splitting: bool = False) -> li
 
 @given(rules, prompts)
 def test_above_the_band_all_are_split_and_below_it_none(rule: SplitRule, tokens: list[int]) -> None:
-    low, high = rule.threshold_tokens * (1 - rule.hysteresis), rule.threshold_tokens * (1 + rule.hysteresis)
+    low, high = (
+        rule.threshold_tokens * (1 - rule.hysteresis),
+        rule.threshold_tokens * (1 + rule.hysteresis),
+    )
     for prompt, split in zip(tokens, decisions(rule, tokens), strict=True):
         if prompt > high + 1e-6 * high:
             assert split
@@ -35,8 +38,13 @@ def test_above_the_band_all_are_split_and_below_it_none(rule: SplitRule, tokens:
 
 
 @given(rules, st.data(), st.booleans())
-def test_inside_the_band_the_mode_never_changes(rule: SplitRule, data: st.DataObject, splitting: bool) -> None:
-    low, high = rule.threshold_tokens * (1 - rule.hysteresis), rule.threshold_tokens * (1 + rule.hysteresis)
+def test_inside_the_band_the_mode_never_changes(
+    rule: SplitRule, data: st.DataObject, splitting: bool
+) -> None:
+    low, high = (
+        rule.threshold_tokens * (1 - rule.hysteresis),
+        rule.threshold_tokens * (1 + rule.hysteresis),
+    )
     inside = [n for n in (int(low) + 1, rule.threshold_tokens, int(high) - 1) if low < n < high]
     if inside:
         tokens = data.draw(st.lists(st.sampled_from(inside), min_size=1, max_size=20))
@@ -44,6 +52,8 @@ def test_inside_the_band_the_mode_never_changes(rule: SplitRule, data: st.DataOb
 
 
 @given(rules, st.integers(0, 200_000), st.integers(0, 200_000), st.booleans())
-def test_a_longer_prompt_is_never_less_likely_split(rule: SplitRule, a: int, b: int, splitting: bool) -> None:
+def test_a_longer_prompt_is_never_less_likely_split(
+    rule: SplitRule, a: int, b: int, splitting: bool
+) -> None:
     shorter, longer = sorted((a, b))
     assert decisions(rule, [shorter], splitting) <= decisions(rule, [longer], splitting)

@@ -7,7 +7,16 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.health import Event, Health, HealthLimits, State, advance, available, is_unreachable, probe_due
+from policies.health import (
+    Event,
+    Health,
+    HealthLimits,
+    State,
+    advance,
+    available,
+    is_unreachable,
+    probe_due,
+)
 from policies.retry import RetryBudget, RetryLimits
 
 LIMITS = HealthLimits()
@@ -30,7 +39,9 @@ def test_an_ejection_lasts_between_its_first_and_its_longest_length(
     for (_, passed), before, health in zip(events, healths, healths[1:], strict=False):
         now += passed
         if health.state in (State.EJECTED, State.DEAD):
-            if health.until != before.until:  # out, or out again: `since` is when it left, the length counts from now
+            if (
+                health.until != before.until
+            ):  # out, or out again: `since` is when it left, the length counts from now
                 assert LIMITS.first_s * (1 - LIMITS.jitter) <= health.until - now + 1e-6
                 assert health.until - now <= LIMITS.longest_s + 1e-6
             assert health.since <= now
@@ -39,7 +50,7 @@ def test_an_ejection_lasts_between_its_first_and_its_longest_length(
 
 
 @given(steps, st.integers())
-def test_nobody_returns_but_through_a_probe_and_nobody_is_up_but_through_returning(
+def test_an_endpoint_returns_only_by_a_probe_and_is_up_only_after_returning(
     events: list[tuple[Event, float]], seed: int
 ) -> None:
     healths = history(events, seed)
@@ -51,7 +62,9 @@ def test_nobody_returns_but_through_a_probe_and_nobody_is_up_but_through_returni
 
 
 @given(steps, st.integers())
-def test_every_endpoint_comes_back_once_it_is_well(events: list[tuple[Event, float]], seed: int) -> None:
+def test_every_endpoint_comes_back_once_it_is_well(
+    events: list[tuple[Event, float]], seed: int
+) -> None:
     health = history(events, seed)[-1]
     now, rng = health.until, Random(seed)
     if health.state in (State.EJECTED, State.DEAD):
@@ -71,18 +84,24 @@ healths = st.builds(
 
 
 @given(st.lists(healths, max_size=12))
-def test_a_pool_with_a_living_endpoint_always_has_somebody_to_ask(pool: list[Health]) -> None:
+def test_a_pool_with_a_living_endpoint_always_has_an_available_one(pool: list[Health]) -> None:
     mask = available(pool, LIMITS)
     living = [health.state is not State.DEAD and not is_unreachable(health) for health in pool]
     assert len(mask) == len(pool)
     assert any(mask) == any(living)
     assert all(alive for alive, asked in zip(living, mask, strict=True) if asked)
     assert sum(living) - sum(mask) <= max(1, sum(living) // 2)
-    assert all(asked for health, asked in zip(pool, mask, strict=True) if health.state in (State.UP, State.RETURNING))
+    assert all(
+        asked
+        for health, asked in zip(pool, mask, strict=True)
+        if health.state in (State.UP, State.RETURNING)
+    )
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 200)), max_size=100))
-def test_retries_running_never_exceed_the_budget_of_any_moment_they_began_in(history: list[int | None]) -> None:
+def test_retries_running_never_exceed_the_budget_of_any_moment_they_began_in(
+    history: list[int | None],
+) -> None:
     budget, running = RetryBudget(RetryLimits()), 0
     for active in history:
         if active is None:

@@ -1,4 +1,6 @@
-"""Shares of offered work: a level whatever the weights are, excess between 0 and 1, and what may be chance."""
+"""Shares of requested work: a fair level for any weights, a price share from 0 to 1, and discounted
+chance.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from hypothesis import strategies as st
 
 from policies.usage import Usage
 
-WEIGHTS = st.dictionaries(st.text("abcdef", min_size=1, max_size=1), st.floats(1e-300, 1000.0), max_size=6)
-WORK = st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0.0, 1e6), st.booleans()), max_size=40)
+WEIGHTS = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=1), st.floats(1e-300, 1000.0), max_size=6
+)
+WORK = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.floats(0.0, 1e6), st.booleans()), max_size=40
+)
 
 
 @given(WEIGHTS, WORK)
@@ -27,8 +33,12 @@ def test_every_tenant_has_an_excess_whatever_the_weights(
     assert all(0.0 <= usage.excess(tenant) <= 1.0 for tenant in "abcdefg")
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40), st.floats(0.0, 10.0), st.floats(0.0, 1e3))
-def test_work_asked_for_is_believed_the_less_the_fewer_requests_it_comes_from(
+@given(
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40),
+    st.floats(0.0, 10.0),
+    st.floats(0.0, 1e3),
+)
+def test_demand_of_few_requests_is_discounted(
     works: list[float], doubt: float, waiting_s: float
 ) -> None:
     few, many = Usage({}), Usage({})
@@ -42,4 +52,5 @@ def test_work_asked_for_is_believed_the_less_the_fewer_requests_it_comes_from(
     seen = few.asked_s(0.0, 1.0) / few.asked_s(0.0, 0.0)
     few.tick(0.0)
     few.tick(5.0)
-    assert isclose(few.asked_s(0.0, 1.0), seen * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)  # both fade alike
+    # both decay equally
+    assert isclose(few.asked_s(0.0, 1.0), seen * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)

@@ -1,4 +1,4 @@
-"""The waiting room: what holds after any history of arrivals, departures, cancellations and time."""
+"""The wait queue: invariants after any history of arrivals, departures, cancellations and time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def question(number: int, tenant: str, now: float, **fields: object) -> Ask:
 
 
 class History:
-    """A room, and what an observer who believes nothing has seen of it."""
+    """A wait queue and an independent observer of its events."""
 
     def __init__(self, caps: tuple[int, ...]) -> None:
         self.candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
@@ -44,7 +44,9 @@ class History:
         self.refused: set[int] = set()
 
     def arrive(self, number: int, tenant: str, deadline_s: float | None, priority: int) -> None:
-        ask = self.asked[number] = question(number, tenant, self.now, deadline_s=deadline_s, priority=priority)
+        ask = self.asked[number] = question(
+            number, tenant, self.now, deadline_s=deadline_s, priority=priority
+        )
         self.heard(number, self.room.arrive(ask, self.candidates, number))
         self.settle()
 
@@ -86,13 +88,17 @@ class History:
 
 @settings(max_examples=150, deadline=None)
 @given(events)
-def test_a_room_loses_nobody_and_keeps_nobody_too_long(history: list[tuple[str, int, float]]) -> None:
+def test_every_waiting_request_gets_a_verdict_in_time(
+    history: list[tuple[str, int, float]],
+) -> None:
     seen = History((1, 2))
     for number, (what, which, seconds) in enumerate(history):
         seen.now += seconds / 4
         seen.settle()
         if what == "arrive":
-            seen.arrive(number, "ab"[which % 2], seen.now + seconds if which > 3 else None, which % 3)
+            seen.arrive(
+                number, "ab"[which % 2], seen.now + seconds if which > 3 else None, which % 3
+            )
         elif what == "leave" and seen.inside:
             seen.leave()
         elif what == "cancel" and seen.waits:
@@ -130,7 +136,9 @@ def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
     room.refresh(one)
     room.arrive(question(99, "t", 0.0), one, 99)
     for number, (priority, ttft_s) in enumerate(people):
-        room.arrive(question(number, "t", 0.0, priority=priority, slo=Slo(ttft_s=ttft_s)), one, number)
+        room.arrive(
+            question(number, "t", 0.0, priority=priority, slo=Slo(ttft_s=ttft_s)), one, number
+        )
     order = []
     last = 99
     while room.waiting:
@@ -138,14 +146,20 @@ def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
         [(last, verdict)] = room.settle(0.0)
         assert isinstance(verdict, Admit)
         order.append(last)
-    assert order == sorted(order, key=lambda number: (-people[number][0], people[number][1], number))
+    assert order == sorted(
+        order, key=lambda number: (-people[number][0], people[number][1], number)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=40, max_size=120), st.sampled_from([0.5, 1.0, 3.0]))
-def test_two_tenants_who_always_wait_get_tokens_by_their_weights(sizes: list[int], weight: float) -> None:
-    """The bound of start-time fair queueing: the normalised difference never exceeds one request of each."""
-    room: Room[int] = Room(Cap(), WaitingRoom(size=10, timeout_s=1e9, starvation_s=1e9), FairShares({"b": weight}))
+def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weight: float) -> None:
+    """The bound of start-time fair queueing: the normalised difference never exceeds one request of
+    each.
+    """
+    room: Room[int] = Room(
+        Cap(), WaitingRoom(size=10, timeout_s=1e9, starvation_s=1e9), FairShares({"b": weight})
+    )
     one = [candidate(0, 1)]
     room.refresh(one)
     rng = Random(len(sizes))
@@ -155,7 +169,9 @@ def test_two_tenants_who_always_wait_get_tokens_by_their_weights(sizes: list[int
     def arrive(number: int, tenant: str) -> Verdict:
         ask = question(number, tenant, 0.0)
         size = sizes[rng.randrange(len(sizes))]
-        asked[number] = replace(ask, request=replace(ask.request, prompt_tokens=size, output_tokens=0))
+        asked[number] = replace(
+            ask, request=replace(ask.request, prompt_tokens=size, output_tokens=0)
+        )
         return room.arrive(asked[number], one, number)
 
     assert isinstance(arrive(0, "a"), Admit)
@@ -173,8 +189,8 @@ def test_two_tenants_who_always_wait_get_tokens_by_their_weights(sizes: list[int
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(5, 30))
-def test_nobody_is_passed_over_for_ever(before: int, crowd: int) -> None:
-    """A tenant with a huge debt, against one that always has cheap requests in line."""
+def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> None:
+    """A tenant with a huge debt against one that always has cheap requests waiting."""
     room: Room[int] = Room(Cap(), WaitingRoom(size=200, timeout_s=1e9, starvation_s=10.0))
     one = [candidate(0, 1)]
     room.refresh(one)
@@ -198,8 +214,14 @@ def test_nobody_is_passed_over_for_ever(before: int, crowd: int) -> None:
         assert releases <= 4 * before + 4
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.floats(0.1, 1e6), st.floats(0, 30)), max_size=60))
-def test_idleness_saves_nothing_up_and_memory_is_bounded(uses: list[tuple[str, float, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.floats(0.1, 1e6), st.floats(0, 30)), max_size=60
+    )
+)
+def test_idleness_saves_nothing_up_and_memory_is_bounded(
+    uses: list[tuple[str, float, float]],
+) -> None:
     counters, now = Counters(FairShares(remembered=4)), 0.0
     floor = 0.0
     for tenant, tokens, pause_s in uses:

@@ -15,7 +15,8 @@ from gateway.config import Config, WaitingRoom
 from gateway.exchange import Exchange
 from gateway.gate import AT_ONCE, Gate, Room
 from gateway.openai import Api
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request
 
 
 def candidate(slot: int, cap: int) -> Candidate:

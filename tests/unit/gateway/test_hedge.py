@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from gateway.endpoints import SUSPECT_CEILING
 from gateway.hedge import CREDIT
 from policies.health import Event, State
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.speed_record import Verdict
-from policies.stall import DOUBT_S
+from policies.stall import DOUBT_S, SUSPECT_CEILING
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.split.halves import (
     MODEL,

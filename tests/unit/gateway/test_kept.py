@@ -19,7 +19,8 @@ from gateway.relay import Relay
 from gateway.told import Usage
 from policies import run
 from policies.fingerprint import Fingerprinter
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Pick, Request, Slo
 from policies.presets import LeastLoaded
 from policies.price import Priced
 

@@ -8,7 +8,7 @@ from time import monotonic
 import msgspec
 
 from policies.health import Event
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from tests.unit.gateway.reload.running import running
 
 

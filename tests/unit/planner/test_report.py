@@ -1,4 +1,4 @@
-"""The arithmetic of a report, and the names other tools know its numbers by."""
+"""The arithmetic of a report, and its names in other tools' schemes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ import pytest
 from planner.bench import Plan, Record, Report, Slo, is_good
 
 
-def record(due_s: float = 0.0, ttft_s: float = 0.1, gaps: tuple[float, ...] = (0.02, 0.04), **fields: object) -> Record:
+def record(
+    due_s: float = 0.0,
+    ttft_s: float = 0.1,
+    gaps: tuple[float, ...] = (0.02, 0.04),
+    **fields: object,
+) -> Record:
     first_s = due_s + ttft_s
     last_s = first_s + sum(gaps)
-    filled = Record(0, 0, due_s, due_s, last_s, first_s, last_s, list(gaps), 100, len(gaps) + 1, 25, 200)
+    filled = Record(
+        0, 0, due_s, due_s, last_s, first_s, last_s, list(gaps), 100, len(gaps) + 1, 25, 200
+    )
     for name, value in fields.items():
         setattr(filled, name, value)
     return filled
 
 
 def report(*records: Record, slo: Slo | None = None) -> Report:
-    return Report(Plan(url="http://x", model="m", concurrency=1, slo=slo or Slo(), api_key="sk-1"), records, peak=2)
+    return Report(
+        Plan(url="http://x", model="m", concurrency=1, slo=slo or Slo(), api_key="sk-1"),
+        records,
+        peak=2,
+    )
 
 
 def test_latencies_count_from_the_moment_a_request_was_due() -> None:
@@ -42,14 +53,22 @@ def test_a_request_is_good_within_every_bound_given_and_never_with_an_error() ->
 
 
 def test_goodput_counts_failures_against_the_fraction_and_errors_by_kind() -> None:
-    made = report(record(), record(due_s=1.0), record(error="http_429"), record(error="http_429"), slo=Slo(ttft_s=1.0))
+    made = report(
+        record(),
+        record(due_s=1.0),
+        record(error="http_429"),
+        record(error="http_429"),
+        slo=Slo(ttft_s=1.0),
+    )
     assert made.errors == {"http_429": 2}
     assert made.good_fraction == 0.5
     assert made.per_second(made.good) == pytest.approx(2 / 1.16)
 
 
-def test_the_cached_ratio_is_by_tokens_and_absent_where_no_engine_tells() -> None:
-    assert report(record(), record(cached_tokens=75), record(cached_tokens=None)).cached_ratio == 0.5
+def test_the_cached_ratio_is_by_tokens_and_absent_if_not_reported() -> None:
+    assert (
+        report(record(), record(cached_tokens=75), record(cached_tokens=None)).cached_ratio == 0.5
+    )
     assert report(record(cached_tokens=None)).cached_ratio is None
 
 
@@ -62,10 +81,19 @@ def test_the_json_speaks_the_names_of_vllm_guidellm_and_aiperf() -> None:
     assert made["completed"] == 2
     assert made["request_throughput"] == made["aiperf"]["request_throughput"]["avg"]
     assert made["guidellm"]["time_to_first_token_ms"]["mean"] == pytest.approx(200.0)
-    assert made["guidellm"]["time_per_output_token_ms"]["mean"] == pytest.approx((160 + 360) / 2 / 3)
-    assert made["aiperf"]["inter_token_latency"] == made["aiperf"]["inter_token_latency"] | {"unit": "ms"}
+    assert made["guidellm"]["time_per_output_token_ms"]["mean"] == pytest.approx(
+        (160 + 360) / 2 / 3
+    )
+    assert made["aiperf"]["inter_token_latency"] == made["aiperf"]["inter_token_latency"] | {
+        "unit": "ms"
+    }
     assert made["aiperf"]["inter_token_latency"]["avg"] == pytest.approx(30.0)
-    assert {"output_token_throughput", "request_latency", "goodput", "good_request_fraction"} <= made["aiperf"].keys()
+    assert {
+        "output_token_throughput",
+        "request_latency",
+        "goodput",
+        "good_request_fraction",
+    } <= made["aiperf"].keys()
 
 
 def test_a_key_never_reaches_the_json() -> None:

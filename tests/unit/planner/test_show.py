@@ -1,4 +1,4 @@
-"""What a terminal shows: one live line while a run goes on, and nothing but the table after it."""
+"""Terminal output: one live line during a run, only the table after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ def answered(ttft_s: float) -> Record:
 
 def progress(*records: Record, in_flight: int = 0) -> Progress:
     plan = Plan(url="http://x", model="m", concurrency=1, duration_s=10.0)
-    return Progress(plan, elapsed_s=5.0, sent=len(records) + in_flight, in_flight=in_flight, records=list(records))
+    return Progress(
+        plan,
+        elapsed_s=5.0,
+        sent=len(records) + in_flight,
+        in_flight=in_flight,
+        records=list(records),
+    )
 
 
 def test_the_line_counts_and_gives_the_median_first_token() -> None:
@@ -25,7 +31,7 @@ def test_the_line_counts_and_gives_the_median_first_token() -> None:
     assert line == "4 done, 2 running, 1 errors, TTFT p50 200 ms"
 
 
-def test_the_line_says_so_before_the_first_token() -> None:
+def test_the_live_line_shows_the_wait_for_the_first_token() -> None:
     assert describe(progress(in_flight=3)) == "0 done, 3 running, 0 errors, no token yet"
 
 
@@ -51,7 +57,7 @@ def test_the_bar_is_full_when_all_requests_are_done_however_long_they_may_take()
             assert (task.total, task.completed) == (total, 30.0 if total == 60.0 else 2)
 
 
-def test_a_client_that_sends_late_says_so_itself() -> None:
+def test_a_client_that_sends_late_reports_it() -> None:
     late = Record(0, 0, 0.0, 0.5, 1.0, 0.6, 1.0, [0.4], 10, 2, 0, 200)
     said = lines(Report(progress().plan, [late]))
     assert any("sent late" in line for line in said)

@@ -1,4 +1,4 @@
-"""When the first token came, and what else a stream tells of itself."""
+"""Time of the first token, and the other results of a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner.bench.timeline import Timeline
 
 
 def fed(*events: str) -> Timeline:
-    """One event a second, from second 1."""
+    """Feed one event per second, starting at second 1."""
     timeline = Timeline()
     for second, event in enumerate(events, 1):
         timeline.feed(f"data: {event}\n\n".encode(), float(second))
@@ -39,10 +39,9 @@ def test_all_kinds_of_generated_content_count_as_tokens(event: str) -> None:
     assert fed(event).first_s == 1.0
 
 
-def test_usage_says_how_many_tokens_there_were_and_how_many_were_cached() -> None:
-    usage = (
-        '{"choices":[],"usage":{"prompt_tokens":8,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}'
-    )
+def test_usage_reports_total_and_cached_tokens() -> None:
+    counts = '"prompt_tokens":8,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}'
+    usage = f'{{"choices":[],"usage":{{{counts}}}}}'
     timeline = fed('{"choices":[{"delta":{"content":"two tokens at once"}}]}', usage)
     assert timeline.tokens == 5
     assert timeline.usage is not None
@@ -54,9 +53,15 @@ def test_without_usage_every_event_with_content_is_a_token() -> None:
     assert fed("[DONE]").tokens == 0
 
 
-def test_an_error_event_is_kept_by_its_code() -> None:
-    assert fed('{"error":{"message":"gone","code":"stream_interrupted"}}').error == "stream_interrupted"
-    assert fed('{"error":{"message":"gone","type":"server_error","code":null}}').error == "server_error"
+def test_an_error_event_is_recorded_by_its_code() -> None:
+    assert (
+        fed('{"error":{"message":"gone","code":"stream_interrupted"}}').error
+        == "stream_interrupted"
+    )
+    assert (
+        fed('{"error":{"message":"gone","type":"server_error","code":null}}').error
+        == "server_error"
+    )
 
 
 def test_an_event_that_is_no_json_marks_the_stream_as_broken() -> None:
@@ -64,7 +69,12 @@ def test_an_event_that_is_no_json_marks_the_stream_as_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b'{"choices":[{"delta":{"content":"\xff"}}]}', b'{"x":' + b"[" * 99_999 + b"]" * 99_999 + b"}", b"}"]
+    "data",
+    [
+        b'{"choices":[{"delta":{"content":"\xff"}}]}',
+        b'{"x":' + b"[" * 99_999 + b"]" * 99_999 + b"}",
+        b"}",
+    ],
 )
 def test_an_event_that_cannot_be_read_breaks_the_stream_and_nothing_else(data: bytes) -> None:
     timeline = Timeline()

@@ -1,4 +1,4 @@
-"""Shapes: the same for the same seed, with the lengths and the sharing they promise."""
+"""Workload shapes: equal for equal seeds, with the documented lengths and sharing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_the_mean_number_of_turns_is_the_one_rates_reckon_with(name: str) -> Non
 
 def test_chat_has_the_lengths_of_the_azure_conversations() -> None:
     turns = [session.turns[0] for session in first("chat", 600)]
-    assert median(len(turn.content) / BYTES_PER_TOKEN for turn in turns) == pytest.approx(1020, rel=0.1)
+    assert median(len(turn.content) / BYTES_PER_TOKEN for turn in turns) == pytest.approx(
+        1020, rel=0.1
+    )
     assert median(turn.output_tokens for turn in turns) == pytest.approx(129, rel=0.15)
 
 
@@ -39,7 +41,7 @@ def test_chat_sessions_share_a_system_prompt_and_nothing_more() -> None:
     assert len({session.turns[0].content[:64] for session in sessions}) == 20
 
 
-def test_rag_asks_popular_documents_more_often() -> None:
+def test_rag_requests_popular_documents_more_often() -> None:
     heads = [session.turns[0].content[:200] for session in first("rag", 200)]
     counts = sorted((heads.count(head) for head in set(heads)), reverse=True)
     assert counts[0] > 3 * median(counts)

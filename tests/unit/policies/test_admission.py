@@ -1,4 +1,4 @@
-"""Admission: who enters, who waits, and how honest a Retry-After is."""
+"""Admission: which requests enter or wait, and the accuracy of Retry-After."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) 
 
 
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:
-    assert capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)]) == 32
+    assert (
+        capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)])
+        == 32
+    )
 
 
 def test_there_is_room_until_the_cap() -> None:
@@ -30,7 +33,7 @@ def test_there_is_room_until_the_cap() -> None:
     assert admit(24, 24, 0, DrainRate(), 0.0) == Wait(10.0)
 
 
-def test_nobody_overtakes_those_who_wait() -> None:
+def test_no_new_request_overtakes_waiting_ones() -> None:
     assert admit(20, 24, 1, DrainRate(), 0.0) == Wait(10.0)
 
 
@@ -45,39 +48,43 @@ def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until
 def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured() -> None:
     verdict = full(View(24, 24, 3), 0.0)
     assert (verdict.reason, verdict.retry_after_s) == ("waiting_room_full", None)
-    assert verdict.detail == "The waiting room is full. 24 of 24 places are taken and 3 requests wait."
+    assert (
+        verdict.detail == "The waiting room is full. 24 of 24 places are taken and 3 requests wait."
+    )
 
 
-def test_a_full_waiting_room_says_when_to_come_back() -> None:
+def test_a_full_wait_queue_returns_a_retry_after() -> None:
     verdict = full(View(24, 24, 3, draining(2.0)), 60.0)
     assert verdict.retry_after_s == pytest.approx(2.0, rel=0.1)
     assert verdict.detail.endswith("3 requests wait; a place is expected in 2.0 s.")
 
 
-def test_one_who_would_only_wait_to_time_out_is_refused_at_once() -> None:
+def test_a_request_that_would_time_out_is_refused_at_once() -> None:
     verdict = shed(admit(24, 24, 1, draining(0.1), 60.0))
     assert verdict.reason == "too_slow"
     assert verdict.retry_after_s is not None
     assert verdict.retry_after_s > 10.0
 
 
-def test_one_whose_client_will_have_given_up_is_refused_at_once_with_both_times() -> None:
+def test_a_request_past_its_deadline_is_refused_at_once_with_both_times() -> None:
     verdict = shed(Cap().judge(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0))))
     assert verdict.reason == "deadline"
-    assert verdict.detail.startswith("The client gives up in 1.5 s and the first token is expected in 2.9 s.")
+    assert verdict.detail.startswith(
+        "The client gives up in 1.5 s and the first token is expected in 2.9 s."
+    )
 
 
-def test_without_any_endpoint_nobody_waits() -> None:
+def test_no_request_waits_without_an_endpoint() -> None:
     assert shed(admit(0, 0, 0, DrainRate(), 0.0)).reason == "no_capacity"
 
 
-def test_one_who_waited_its_time_is_told_how_long_the_rest_needs() -> None:
+def test_a_timed_out_request_gets_the_drain_time_of_the_queue() -> None:
     verdict = timed_out(View(24, 24, 4, draining(1.0)), 60.0)
     assert verdict.reason == "waited_too_long"
     assert verdict.retry_after_s == pytest.approx(5.0, rel=0.1)
 
 
-def test_no_admission_lets_everybody_in_while_anybody_serves() -> None:
+def test_no_admission_admits_everything_while_an_endpoint_is_available() -> None:
     assert Open().judge(asking(0.0), (), View(1000, 24, 0)) == Admit()
     assert shed(Open().judge(asking(0.0), (), View(0, 0, 0))).reason == "no_capacity"
 

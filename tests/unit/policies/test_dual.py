@@ -1,4 +1,4 @@
-"""Priced admission: nothing is refused when calm; beyond, every reason comes with its numbers."""
+"""Priced admission: nothing is refused when calm; otherwise every refusal has its numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOW = 100.0
 
 
 def measured() -> DrainRate:
-    """Two requests a second have left in the last half minute."""
+    """Record two completions per second over the last half minute."""
     return draining(2.0, 30.0, NOW - 30)
 
 
@@ -28,20 +28,29 @@ def admission(**params: Any) -> PricedAdmission:
     return PricedAdmission(Priced(**params))
 
 
-def asking(prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any) -> Ask:
-    """A question; `prompt` other than 0 names its content."""
+def asking(
+    prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any
+) -> Ask:
+    """Return a query; a `prompt` other than 0 identifies its content."""
     question = ask(prompt_tokens, now=now, seed=seed)
     print_ = of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
-    return replace(question, request=replace(question.request, arrived_s=now, **request), fingerprint=print_)
+    return replace(
+        question, request=replace(question.request, arrived_s=now, **request), fingerprint=print_
+    )
 
 
 def queued(seconds: float, count: int = 2) -> list[Candidate]:
-    """Endpoints that will have computed what they were given in so many seconds."""
-    return [candidate(slot, ready_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0) for slot in range(count)]
+    """Return endpoints whose queues take this many seconds."""
+    return [
+        candidate(slot, ready_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0)
+        for slot in range(count)
+    ]
 
 
-def refused(made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any) -> float:
-    """The share of equal questions that is refused for their price."""
+def refused(
+    made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any
+) -> float:
+    """Return the share of equal queries that is refused by price."""
     verdicts = [made.judge(asking(seed=seed, **asked), candidates, view) for seed in range(tries)]
     return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
 
@@ -53,7 +62,7 @@ def overload(
     requests: int = 400,
     prompt_tokens: int = 20_000,
 ) -> None:
-    """Let a tenant ask for more than the endpoints can do, all of which is let in."""
+    """Let a tenant request, and get, more than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
         made.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
@@ -75,7 +84,7 @@ def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 50])
-def test_a_budget_that_nobody_could_keep_sets_no_price_for_the_others(before: int) -> None:
+def test_an_impossible_budget_sets_no_price_for_others(before: int) -> None:
     made, fleet = admission(), queued(0.2)
     for _ in range(before):
         made.judge(asking(), fleet, View())
@@ -83,7 +92,7 @@ def test_a_budget_that_nobody_could_keep_sets_no_price_for_the_others(before: in
     assert refused(made, fleet, View()) == 0
 
 
-def test_a_budget_per_token_that_nobody_could_keep_slows_no_prompts_of_the_others() -> None:
+def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
     made, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
     for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
         made.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
@@ -106,7 +115,9 @@ def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
     assert refused(made, fleet, View()) > 0.5
 
 
-def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_many_short_ones_is() -> None:
+def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_many_short_ones_is() -> (
+    None
+):
     fleet = queued(3.0)
     by_chance, lasting = admission(), admission()
     overload(by_chance, fleet, requests=8, prompt_tokens=100_000)
@@ -115,7 +126,7 @@ def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_ma
     assert refused(lasting, fleet, View()) > 0.5
 
 
-def test_booked_kv_asks_a_price_only_as_far_as_the_engines_really_hold_it() -> None:
+def test_booked_kv_has_a_price_only_as_far_as_engines_use_it() -> None:
     fleet = queued(0.1)
     for each in fleet:
         each.load.kv_booked = 900_000
@@ -123,17 +134,17 @@ def test_booked_kv_asks_a_price_only_as_far_as_the_engines_really_hold_it() -> N
     made.tick(NOW, fleet)
     assert refused(made, fleet, View()) > 0.1
     for each in fleet:
-        each.load.timeline.kv_ratio = 0.5  # prefixes in common
+        each.load.timeline.kv_ratio = 0.5  # shared prefixes
     made.tick(NOW, fleet)
     assert refused(made, fleet, View()) == 0
 
 
-def test_those_who_wait_count_as_queue() -> None:
+def test_waiting_requests_count_as_queue() -> None:
     assert refused(admission(), queued(0.5), View(waiting=40, waiting_s=20.0)) > 0.9
 
 
 def answering(step_s: float, count: int = 2) -> list[Candidate]:
-    """Endpoints that give answers, at so much a step, and have nothing else to do."""
+    """Return endpoints that only decode, with this step time."""
     fleet = queued(0.0, count)
     for each in fleet:
         each.load.decode_tokens, each.load.decoding = 1000, 4
@@ -141,10 +152,10 @@ def answering(step_s: float, count: int = 2) -> list[Candidate]:
     return fleet
 
 
-def test_those_who_wait_count_at_the_pace_at_which_endpoints_can_take_them() -> None:
+def test_waiting_requests_count_at_the_pace_of_the_endpoints() -> None:
     made, view = admission(), View(waiting=20, waiting_s=6.0)
     assert refused(made, answering(0.0), view) == 0
-    busy = answering(0.06)  # of the budget of 85 ms per token that is planned with, a third is left for prompts
+    busy = answering(0.06)  # a third of the planned budget of 85 ms per token is left for prompts
     made.tick(NOW, busy)
     assert refused(made, busy, view) > 0.9
 
@@ -157,7 +168,9 @@ def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_hav
     assert refused(made, fleet, view) == 0
 
 
-def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_others_too() -> None:
+def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_others_too() -> (
+    None
+):
     made, fleet = admission(), answering(0.01, count=4)
     assert made.judge(asking(), fleet, View()) == Admit()
     for _ in range(40):
@@ -171,7 +184,9 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
     verdicts: dict[int, list[bool]] = {2000: [], 8000: [], 40_000: []}
     for seed in range(600):
         for prompt_tokens, seen in verdicts.items():
-            seen.append(isinstance(made.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed))
+            seen.append(
+                isinstance(made.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
+            )
     short, middle, long = (sum(seen) / len(seen) for seen in verdicts.values())
     assert short < middle < 0.2 < long < 0.9
 
@@ -182,7 +197,9 @@ def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_o
         made, fleet = admission(bend=bend), queued(1.8)
         overload(made, fleet)
         refused(made, fleet, View(), prompt_tokens=4000)
-        return refused(made, fleet, View(), prompt_tokens=4000), refused(made, fleet, View(), 40, prompt_tokens=40_000)
+        return refused(made, fleet, View(), prompt_tokens=4000), refused(
+            made, fleet, View(), 40, prompt_tokens=40_000
+        )
 
     gaps = [long - short for short, long in map(shares, (0.0, 0.5, 1.0))]
     assert gaps == sorted(gaps)
@@ -206,16 +223,18 @@ def test_a_bend_that_favours_work_or_is_no_number_is_refused(bend: float) -> Non
 
 
 def test_overload_begins_above_full_load() -> None:
-    with pytest.raises(PolicyConfigError, match=r"overload is more than full_load, and 1\.1 is not above 1.1"):
+    with pytest.raises(
+        PolicyConfigError, match=r"overload \(1\.1\) must be greater than full_load \(1\.1\)"
+    ):
         build_admission("priced", {"overload": 1.1})
 
 
 def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
     with pytest.raises(PolicyConfigError, match="contains unknown field `strat`"):
         build_admission("priced", {"sessions": {"strat": 0.7}})
-    with pytest.raises(PolicyConfigError, match="least, start and most ascend"):
+    with pytest.raises(PolicyConfigError, match="least <= start <= most"):
         build_admission("priced", {"sessions": {"start": 0.95}})
-    with pytest.raises(PolicyConfigError, match=r"soonest_s is 60\.0 and later than latest_s"):
+    with pytest.raises(PolicyConfigError, match=r"soonest_s \(60\.0\) must not exceed latest_s"):
         build_admission("priced", {"returns": {"soonest_s": 60}})
 
 
@@ -228,16 +247,17 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
     assert sum(isinstance(made.judge(each, fleet, View()), Shed) for each in warm) / 400 < plain
 
 
-def test_who_is_refused_for_its_price_hears_the_queue_the_work_and_the_odds() -> None:
+def test_a_price_refusal_reports_queue_work_and_odds() -> None:
     verdict = shed(admission().judge(asking(), queued(12.0), View(drain=measured())))
     assert verdict.reason == "price"
-    assert verdict.retry_after_s is None  # nothing was booked yet: nobody knows what gets done per second
+    # nothing was booked yet, so the completed work per second is unknown
+    assert verdict.retry_after_s is None
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
-    assert "beyond 4.0 s a price is asked" in verdict.detail
-    assert "s of work; of those like it one in" in verdict.detail
+    assert "beyond 4.0 s requests pay a price" in verdict.detail
+    assert "s of work; one in" in verdict.detail
 
 
-def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return() -> None:
+def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
     view = View(drain=measured())
@@ -250,7 +270,7 @@ def test_retry_after_comes_from_the_measured_drain_and_spreads_those_who_return(
     assert len({round(seconds, 1) for seconds in back if seconds is not None}) > len(back) / 2
 
 
-def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_it_again() -> None:
+def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
     view = View(drain=measured())
@@ -259,24 +279,26 @@ def test_one_who_keeps_to_its_time_is_let_in_and_one_who_comes_early_only_hears_
     early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
     assert early.reason == "early"
     assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
-    assert f"due in {early.retry_after_s:.1f} s" in early.detail
+    assert f"which is in {early.retry_after_s:.1f} s" in early.detail
     for each in fleet:
         each.load.ready_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
-    assert made.judge(due, fleet, view) == Admit()  # there is a queue, and its share of the work was set aside
+    # there is a queue, but its share of the capacity is reserved
+    assert made.judge(due, fleet, view) == Admit()
     assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
-def test_when_the_load_has_gone_nobody_is_early() -> None:
+def test_no_retry_is_early_after_the_load_has_gone() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
     view = View(drain=measured())
     assert shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
     assert not isinstance(made.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
-    assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"  # its promise is used up
+    # its reservation is used up
+    assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
 
 
-def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others() -> None:
+def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -> None:
     def told(probes: int) -> float | None:
         made, fleet = admission(), queued(12.0)
         overload(made, fleet)
@@ -290,13 +312,17 @@ def test_one_that_would_not_come_back_is_told_no_time_and_takes_none_from_others
     assert told(50) == told(0)
 
 
-def test_one_whose_client_will_have_given_up_is_refused_with_both_times() -> None:
-    verdict = shed(admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured())))
+def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
+    verdict = shed(
+        admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured()))
+    )
     assert verdict.reason == "deadline"
-    assert verdict.detail.startswith("The client gives up in 1.0 s and the first token is expected in 3.")
+    assert verdict.detail.startswith(
+        "The client gives up in 1.0 s and the first token is expected in 3."
+    )
 
 
-def test_who_has_waited_too_long_to_be_in_time_makes_way_only_when_there_is_a_price() -> None:
+def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None:
     made = admission()
     view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
@@ -307,14 +333,14 @@ def test_who_has_waited_too_long_to_be_in_time_makes_way_only_when_there_is_a_pr
     assert isinstance(made.judge(late, queued(2.0), view), Wait)
 
 
-def test_requests_are_held_while_no_endpoint_would_begin_with_them_soon() -> None:
+def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
     made = admission()
     assert isinstance(made.judge(asking(), queued(2.0), View()), Wait)
     one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
     assert isinstance(made.judge(asking(), one_free, View()), Admit)
 
 
-def test_requests_are_held_while_every_endpoint_is_ahead_of_its_pace() -> None:
+def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
     made, fleet = admission(), queued(0.0, count=1)
     assert isinstance(made.judge(asking(), fleet, View()), Admit)
     made.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
@@ -323,7 +349,7 @@ def test_requests_are_held_while_every_endpoint_is_ahead_of_its_pace() -> None:
     assert isinstance(made.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
 
 
-def test_a_new_session_enters_only_while_the_contexts_of_those_in_fit() -> None:
+def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
     made, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
@@ -331,13 +357,13 @@ def test_a_new_session_enters_only_while_the_contexts_of_those_in_fit() -> None:
         made.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
     verdict = shed(made.judge(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
-    assert "8 sessions under way hold 800000 tokens" in verdict.detail
+    assert "8 active sessions use 800000 tokens" in verdict.detail
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
     assert not isinstance(made.judge(asking(100_000, session="s3"), fleet, View()), Shed)
     assert not isinstance(made.judge(asking(100_000), fleet, View()), Shed)
 
 
-def test_a_tenant_within_its_share_pays_no_price_for_what_another_asks() -> None:
+def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
     made, fleet = admission(), queued(6.0)
     overload(made, fleet, "loud")
     made.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
@@ -346,7 +372,7 @@ def test_a_tenant_within_its_share_pays_no_price_for_what_another_asks() -> None
     assert refused(made, fleet, View(), tenant="quiet") == 0
 
 
-def test_nobody_needs_to_be_judged_when_calm_and_everybody_when_not() -> None:
+def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     made, idle = admission(), queued(0.0)
     made.tick(NOW, idle)
     assert made.calm
@@ -363,7 +389,7 @@ def test_nobody_needs_to_be_judged_when_calm_and_everybody_when_not() -> None:
     assert made.calm
 
 
-def test_without_any_endpoint_nobody_waits() -> None:
+def test_no_request_waits_without_an_endpoint() -> None:
     assert shed(admission().judge(asking(), [], View(capacity=0))).reason == "no_capacity"
     down = [candidate(0, available=False)]
     assert shed(admission().judge(asking(), down, View(capacity=24))).reason == "no_capacity"
@@ -372,6 +398,7 @@ def test_without_any_endpoint_nobody_waits() -> None:
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().judge(replace(asking(), rng=each), queued(5.5), View(drain=measured())) for each in (rng, other)
+        admission().judge(replace(asking(), rng=each), queued(5.5), View(drain=measured()))
+        for each in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

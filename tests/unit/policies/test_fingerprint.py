@@ -1,4 +1,4 @@
-"""Fingerprints: what is refused, what is cut, and patterns that trip weaker hashes."""
+"""Fingerprints: refused input, bounded work, and patterns that break weaker hashes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ def test_a_chat_turn_continues_the_keys_of_the_turn_before() -> None:
     first = b'{"role":"user","content":"' + b"a" * 700 + b'"}'
     second = b'{"role":"assistant","content":"' + b"b" * 700 + b'"}'
     prints = Fingerprinter(SECRET, 256)
-    before, after = prints.of(b"", b"[" + first + b"]"), prints.of(b"", b"[" + first + b"," + second + b"]")
+    before, after = (
+        prints.of(b"", b"[" + first + b"]"),
+        prints.of(b"", b"[" + first + b"," + second + b"]"),
+    )
     assert len(before.keys) == 2
     assert after.keys.tolist()[:2] == before.keys.tolist()
 
 
 @pytest.mark.parametrize("bit", [0x20, 0x40, 0x80, 0x01])
 def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int) -> None:
-    """In a plain sum of words times odd keys, two differences of 2**63 cancel: 2**63 * (odd + odd) = 0."""
+    """In a plain sum of words times odd keys, two differences of 2**63 cancel: 2**63 * (odd + odd)
+    = 0.
+    """
     block = bytearray(b"x" * 256)
     seen = {bytes(block)}
     for one, other in combinations(range(7, 256, 8), 2):
@@ -63,10 +68,3 @@ def test_blocks_in_another_order_are_another_prompt() -> None:
     prints = Fingerprinter(SECRET, 256)
     a, b = b"a" * 256, b"b" * 256
     assert prints.of(b"", a + b).keys[1] != prints.of(b"", b + a).keys[1]
-
-
-def test_token_ids_that_are_none_are_refused() -> None:
-    with pytest.raises(OverflowError):
-        Fingerprinter(SECRET).of_tokens(b"", [-1])
-    with pytest.raises(TypeError):
-        Fingerprinter(SECRET).of_tokens(b"", ["a"])  # type: ignore[list-item]

@@ -1,15 +1,17 @@
-"""One first token foreseen: whole steps, who arrives meanwhile, waits for KV, and what prefixes really take."""
+"""Simulated TTFT: whole steps, arrivals meanwhile, waits for KV, and the KV of shared prefixes."""
 
 from __future__ import annotations
 
 import pytest
 
 from policies import ledger
-from policies.foresight import MOST_STEPS, Arrivals
+from policies.averages import Arrivals
+from policies.foresight import MOST_STEPS
 from policies.held import Prefixes
-from policies.latency import Belief, shape_for
 from policies.lengths import Lately
-from policies.model import EndpointLoad, Request
+from policies.load import EndpointLoad
+from policies.model import Request
+from policies.step_time import Belief, shape_for
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 
@@ -26,7 +28,7 @@ def request(prompt: int, output: int = 100) -> Request:
 
 
 def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
-    """What a request is told, which is gone again at once."""
+    """Return the prediction for a request that is removed again at once."""
     entry = ledger.book(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
     entry.dropped(now)
@@ -34,7 +36,7 @@ def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> fl
 
 
 def step_s(tokens: int) -> float:
-    """One step with so many tokens of one prompt, on an engine without a batch."""
+    """Return the time of one step with this many tokens of one prompt, without a batch."""
     work_s = max(SHAPE.token_s * tokens, SHAPE.weights_s) + SHAPE.wire_s * tokens
     return work_s + SHAPE.pair_s * tokens * tokens / 2 + SHAPE.step_s
 
@@ -46,7 +48,7 @@ def test_a_prompt_that_fits_one_step_takes_that_step() -> None:
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
     ledger.book(load, request(5000), 0, 0.0)
-    ledger.scraped(load, None, None, None, None, 0.001)  # the first step is under way
+    ledger.scraped(load, None, None, None, None, 0.001)  # the first step is running
     assert foreseen(load, 2000, 0.01) == pytest.approx(step_s(5000) - 0.01 + step_s(2000), rel=0.01)
 
 
@@ -76,7 +78,7 @@ def test_a_burst_at_the_beginning_is_no_rate() -> None:
     assert arrivals.behind(5.0) == 0.0
 
 
-def test_who_waits_for_kv_waits_until_an_answer_as_long_as_those_before_has_ended() -> None:
+def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(100):  # answers of 200 tokens where 100 were expected
         entry = ledger.book(load, request(100), 0, now)
@@ -85,10 +87,12 @@ def test_who_waits_for_kv_waits_until_an_answer_as_long_as_those_before_has_ende
         entry.finished(now, 200)
     ledger.book(load, request(40_000), 0, now).first_token(now + 3.0)
     told_s = foreseen(load, 20_000, now + 3.0)
-    assert told_s == pytest.approx(200 * load.timeline.decode_s + foreseen(load_of(), 20_000, 0.0), rel=0.15)
+    assert told_s == pytest.approx(
+        200 * load.timeline.decode_s + foreseen(load_of(), 20_000, 0.0), rel=0.15
+    )
 
 
-def test_a_prompt_whose_prefix_others_hold_needs_room_for_the_rest_alone() -> None:
+def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):
         ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
@@ -98,7 +102,9 @@ def test_a_prompt_whose_prefix_others_hold_needs_room_for_the_rest_alone() -> No
     assert crowded > 5 * foreseen(load, 8000, now, 7500)
 
 
-def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_it_while_others_decode() -> None:
+def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_it_while_others_decode() -> (
+    None
+):
     load = load_of(50_000)
     answer = ledger.book(load, request(41_000), 0, 0.0)
     answer.first_token(3.0)
@@ -115,7 +121,7 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
     assert timeline.busy
 
 
-def test_a_prompt_that_lacks_less_kv_than_is_known_of_it_is_not_told_to_wait() -> None:
+def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
     load = load_of(50_000)
     ledger.book(load, request(42_000), 0, 0.0).first_token(3.0)
     alone_s = foreseen(load_of(), 8000, 0.0)
@@ -123,9 +129,9 @@ def test_a_prompt_that_lacks_less_kv_than_is_known_of_it_is_not_told_to_wait() -
     assert foreseen(load, 8900, 3.0) > 5 * alone_s
 
 
-def test_a_first_token_where_kv_was_believed_to_be_full_tells_that_it_was_there_and_that_a_step_was_made() -> None:
+def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     load, now = load_of(50_000), 0.0
-    for _ in range(6):  # all of one prefix, of which no scrape has told yet
+    for _ in range(6):  # all share one prefix, which no scrape has shown yet
         ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
         now += 0.1
     entry = ledger.book(load, request(8000), 7500, now)
@@ -174,7 +180,7 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
     assert belief.pace(2048) == pytest.approx(1.15, abs=0.03)
 
 
-def test_behind_a_queue_too_long_to_be_played_a_prompt_is_told_nearly_what_playing_would_tell() -> None:
+def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> None:
     played, reckoned = load_of(), load_of()
     for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
         for _ in range(prompts):
@@ -183,7 +189,7 @@ def test_behind_a_queue_too_long_to_be_played_a_prompt_is_told_nearly_what_playi
     assert abs(longer_s) < 0.1 * foreseen(played, 3000, 0.0)
 
 
-def test_a_prompt_that_alone_fills_the_kv_waits_for_nobody_however_long_it_takes() -> None:
+def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     load = load_of(kv_tokens=5000)
     entry = ledger.book(load, request(5000), 0, 0.0)
     ledger.scraped(load, None, None, None, None, 0.001)
@@ -192,13 +198,13 @@ def test_a_prompt_that_alone_fills_the_kv_waits_for_nobody_however_long_it_takes
     assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
 
 
-def test_kv_that_is_computed_elsewhere_keeps_nobody_from_beginning_before_it_comes() -> None:
+def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
     load = load_of(kv_tokens=10_000)
     coming = ledger.reserve(load, request(9000), 0, 0.0)
     assert foreseen(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
     whole = ledger.book(load, request(3000), 0, 0.0)
     whole.first_token(step_s(3000))
     assert load.timeline.kv_free(load) == 7000
-    assert load.kv_free < 0  # whoever chooses an endpoint reckons with what comes
+    assert load.kv_free < 0  # the forecast for picks includes what is expected
     coming.first_token(1.0)
     assert foreseen(load, 3000, 1.0) > 2 * step_s(3000)

@@ -7,13 +7,25 @@ from random import Random
 
 import pytest
 
-from policies.health import Event, Health, HealthLimits, State, advance, available, is_proven, is_unreachable, probe_due
+from policies.health import (
+    Event,
+    Health,
+    HealthLimits,
+    State,
+    advance,
+    available,
+    is_proven,
+    is_unreachable,
+    probe_due,
+)
 
 LIMITS = HealthLimits(jitter=0.0)
 UP = Health()
 
 
-def after(health: Health, *events: Event, now: float = 0.0, limits: HealthLimits = LIMITS) -> Health:
+def after(
+    health: Health, *events: Event, now: float = 0.0, limits: HealthLimits = LIMITS
+) -> Health:
     for event in events:
         health = advance(health, event, now, Random(1), limits)
     return health
@@ -24,13 +36,20 @@ def test_three_failures_in_a_row_eject() -> None:
     assert after(UP, Event.FAILED, Event.TIMED_OUT, Event.FAILED).state is State.EJECTED
 
 
-def test_a_success_between_failures_starts_the_count_anew() -> None:
-    assert after(UP, Event.FAILED, Event.FAILED, Event.SUCCEEDED, Event.FAILED, Event.FAILED).state is State.UP
+def test_a_success_between_failures_resets_the_count() -> None:
+    assert (
+        after(UP, Event.FAILED, Event.FAILED, Event.SUCCEEDED, Event.FAILED, Event.FAILED).state
+        is State.UP
+    )
 
 
 def test_a_refused_connection_ejects_at_once() -> None:
     ejected = after(UP, Event.CONNECT_FAILED, now=10.0)
-    assert (ejected.state, ejected.until, ejected.cause) == (State.EJECTED, 11.0, Event.CONNECT_FAILED)
+    assert (ejected.state, ejected.until, ejected.cause) == (
+        State.EJECTED,
+        11.0,
+        Event.CONNECT_FAILED,
+    )
 
 
 def test_a_thousand_malformed_requests_move_nothing() -> None:
@@ -132,18 +151,25 @@ def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run(
 
 
 def test_a_minute_without_an_ejection_is_forgiven() -> None:
-    returned = after(after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0), *[Event.SUCCEEDED] * 3, now=2.0)
+    returned = after(
+        after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0),
+        *[Event.SUCCEEDED] * 3,
+        now=2.0,
+    )
     assert after(returned, Event.SUCCEEDED, now=61.0).ejections == 1
     assert after(returned, Event.SUCCEEDED, now=62.0).ejections == 0
 
 
 def test_jitter_spreads_returns() -> None:
-    lengths = {advance(UP, Event.CONNECT_FAILED, 0.0, Random(seed), HealthLimits()).until for seed in range(50)}
+    lengths = {
+        advance(UP, Event.CONNECT_FAILED, 0.0, Random(seed), HealthLimits()).until
+        for seed in range(50)
+    }
     assert len(lengths) == 50
     assert all(0.8 <= length <= 1.2 for length in lengths)
 
 
-def test_an_engine_that_says_it_is_dead_is_dead_whatever_its_state() -> None:
+def test_an_engine_that_reports_dead_is_dead_in_any_state() -> None:
     for state in (State.UP, State.RETURNING, State.EJECTED):
         assert after(Health(state), Event.ENGINE_DEAD).state is State.DEAD
     assert after(Health(State.DEAD, until=5.0), Event.PROBE_OK, now=5.0).state is State.RETURNING

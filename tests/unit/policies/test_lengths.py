@@ -1,4 +1,4 @@
-"""Expected answer lengths: who is asked first, what is believed with little to go by, and that memory is bounded."""
+"""Expected answer lengths: order of the means, blending with few answers, and bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_new_tenant_is_expected_to_be_like_the_model() -> None:
     assert lengths.expected("m", "newcomer", "batch") == 300
 
 
-def test_a_tenants_classes_are_told_apart_after_a_few_answers() -> None:
+def test_a_tenants_classes_are_distinguished_after_a_few_answers() -> None:
     lengths = OutputLengths()
     for _ in range(20):
         lengths.ended("m", "a", "chat", 100)
@@ -48,7 +48,7 @@ def test_a_change_of_habit_is_followed() -> None:
     assert lengths.expected("m", "a", "chat") == pytest.approx(900, rel=0.05)
 
 
-def test_answers_told_together_count_as_if_each_had_been_told() -> None:
+def test_answers_recorded_together_count_like_single_ones() -> None:
     together, apart = OutputLengths(), OutputLengths()
     for tokens in ([100, 300], [500, 500, 200], [40]):
         together.ended("m", "a", "chat", sum(tokens) / len(tokens), len(tokens))
@@ -63,11 +63,11 @@ def test_the_clients_bound_is_never_exceeded() -> None:
     assert lengths.expected("m", "a", "chat", bound=64) == 64
 
 
-def test_memory_is_bounded_and_the_longest_silent_goes_first() -> None:
+def test_memory_is_bounded_and_the_least_recent_is_dropped_first() -> None:
     lengths = OutputLengths(most=30)
     for number in range(1000):
         lengths.ended("m", f"tenant{number}", "chat", number)
     assert len(lengths) == 30
     assert lengths.expected("m", "tenant999", "chat") is not None
-    with pytest.raises(ValueError, match="too few"):
+    with pytest.raises(ValueError, match="at least 3"):
         OutputLengths(most=2)

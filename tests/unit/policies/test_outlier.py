@@ -1,4 +1,4 @@
-"""Speed outliers on made-up engines: who is found slow, who is not, and how soon."""
+"""Speed outliers on simulated engines: which are detected, and how soon."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from policies.latency import shape_for
 from policies.outlier import Member, SlowLimits, review
 from policies.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, Verdict
+from policies.step_time import shape_for
 
 LIMITS = SlowLimits()
 H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
@@ -18,7 +18,10 @@ H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
 
 @dataclass
 class Engine:
-    """An endpoint that computes one prompt after the other; `prefill` and `decode` are factors on its times."""
+    """An endpoint that computes one prompt after another.
+
+    `prefill` and `decode` are factors on its times.
+    """
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -38,14 +41,20 @@ def prompts(rng: Random) -> int:
 
 
 def second(
-    engines: list[Engine], rng: Random, now: float, per_s: float = 4.0, size: Callable[[Random], int] = prompts
+    engines: list[Engine],
+    rng: Random,
+    now: float,
+    per_s: float = 4.0,
+    size: Callable[[Random], int] = prompts,
 ) -> None:
-    """One second of traffic, spread evenly over the engines, then a review."""
+    """Simulate one second of traffic, spread evenly over the engines, then a review."""
     for engine in engines:
         for at in sorted(now + rng.random() for _ in range(round(per_s))):
             tokens = size(rng)
             begins = max(at, engine.free_at)
-            engine.free_at = begins + engine.prefill * (0.02 + 2e-5 * tokens) * rng.uniform(0.8, 1.25)
+            engine.free_at = begins + engine.prefill * (0.02 + 2e-5 * tokens) * rng.uniform(
+                0.8, 1.25
+            )
             engine.due += [(at, -tokens), (engine.free_at, tokens)]
         for at, tokens in sorted(event for event in engine.due if event[0] < now + 1.0):
             if tokens > 0:
@@ -53,11 +62,15 @@ def second(
             else:
                 engine.record.sent(-tokens, at)
         engine.due = [event for event in engine.due if event[0] >= now + 1.0]
-        engine.record.streamed(8, round(8 / (0.012 * engine.decode) * rng.uniform(0.9, 1.1)), 1.0, now + 1.0)
+        engine.record.streamed(
+            8, round(8 / (0.012 * engine.decode) * rng.uniform(0.9, 1.1)), 1.0, now + 1.0
+        )
     review([engine.member() for engine in engines], now + 1.0, LIMITS)
 
 
-def seconds_until_slow(engines: list[Engine], at: int = 0, healthy_s: int = 0, most_s: int = 30) -> int | None:
+def seconds_until_slow(
+    engines: list[Engine], at: int = 0, healthy_s: int = 0, most_s: int = 30
+) -> int | None:
     rng, factors = Random(7), (engines[at].prefill, engines[at].decode)
     engines[at].prefill = engines[at].decode = 1.0
     for now in range(healthy_s):
@@ -66,15 +79,19 @@ def seconds_until_slow(engines: list[Engine], at: int = 0, healthy_s: int = 0, m
     engines[at].prefill, engines[at].decode = factors
     for now in range(healthy_s, healthy_s + most_s):
         second(engines, rng, float(now))
-        assert all(other.record.verdict is Verdict.NORMAL for other in engines if other is not engines[at])
+        assert all(
+            other.record.verdict is Verdict.NORMAL for other in engines if other is not engines[at]
+        )
         if engines[at].record.verdict is Verdict.SLOW:
             return now + 1 - healthy_s
     return None
 
 
 @pytest.mark.parametrize("healthy_s", [0, 60])
-@pytest.mark.parametrize(("prefill", "decode"), [(10.0, 10.0), (3.3, 3.3), (1.0, 3.3), (3.3, 1.0), (1.0, 10.0)])
-def test_an_endpoint_slower_than_its_peers_is_found_within_ten_seconds(
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(10.0, 10.0), (3.3, 3.3), (1.0, 3.3), (3.3, 1.0), (1.0, 10.0)]
+)
+def test_a_slow_endpoint_is_detected_within_ten_seconds(
     prefill: float, decode: float, healthy_s: int
 ) -> None:
     engines = [Engine(prefill, decode), Engine(), Engine(), Engine()]
@@ -90,20 +107,22 @@ def test_an_endpoint_slower_than_its_peers_is_found_within_ten_seconds(
         assert slowness.measure is Measure.TPOT
 
 
-def test_the_slower_of_two_endpoints_is_found() -> None:
+def test_the_slower_of_two_endpoints_is_detected() -> None:
     assert seconds_until_slow([Engine(), Engine(5.0, 5.0)], at=1) is not None
 
 
-def test_two_of_four_slow_endpoints_are_both_found() -> None:
+def test_two_of_four_slow_endpoints_are_both_detected() -> None:
     engines, rng = [Engine(10.0, 10.0), Engine(10.0, 10.0), Engine(), Engine()], Random(3)
     for now in range(12):
         second(engines, rng, float(now))
     assert [engine.record.slowness is not None for engine in engines] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")])
-def test_unequal_endpoints_that_say_so_are_no_outliers(kinds: tuple[str, ...]) -> None:
-    """The last one has no peer of its kind: what it usually takes in relation to the pool is no fault."""
+@pytest.mark.parametrize(
+    "kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")]
+)
+def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str, ...]) -> None:
+    """The last one has no peer of its kind, so its usual ratio to the pool is no fault."""
     engines = [Engine(*((6.0, 6.0) if kind == "l40s" else (1.0, 1.0)), kind) for kind in kinds]
     rng = Random(11)
     for now in range(120):
@@ -147,7 +166,7 @@ def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowne
 
 
 def test_a_queue_of_prompts_is_no_slowness() -> None:
-    """One endpoint has ten prompts in line where the others have one: each takes as long as anywhere."""
+    """One endpoint has ten prompts waiting and the others one; each prompt takes equally long."""
     engines = [Engine(), Engine(), Engine()]
     for now in range(30):
         for number, engine in enumerate(engines):
@@ -161,7 +180,9 @@ def test_a_queue_of_prompts_is_no_slowness() -> None:
 
 
 def test_prompts_in_between_do_not_make_streams_slow() -> None:
-    """For most of each second the first engine computes prompts, and its streams stand still meanwhile."""
+    """The first engine computes prompts for most of each second, and its streams stand still
+    meanwhile.
+    """
     engines = [Engine(), Engine(), Engine()]
     for now in range(30):
         for number, engine in enumerate(engines):
@@ -176,7 +197,7 @@ def test_prompts_in_between_do_not_make_streams_slow() -> None:
 
 @pytest.mark.parametrize("stall_s", [0.5, 2.0])
 def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
-    """As where an engine compiles something: its mean is bad for seconds, what comes after it is not."""
+    """For example during a compilation: the mean is bad for seconds, but later samples are not."""
     engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(13)
     for now in range(40):
         if now == 20:
@@ -208,7 +229,11 @@ def test_a_first_token_that_never_comes_is_evidence_too() -> None:
                 continue
             engine.record.sent(4000, float(now))
             engine.record.first_token(4000, now + 0.1)
-        review([Member(engine.record, engine.kind, H100, 4000) for engine in engines], now + 1.0, LIMITS)
+        review(
+            [Member(engine.record, engine.kind, H100, 4000) for engine in engines],
+            now + 1.0,
+            LIMITS,
+        )
         if engines[0].record.verdict is Verdict.SLOW:
             break
     assert engines[0].record.verdict is Verdict.SLOW
@@ -240,7 +265,7 @@ def test_whole_answers_of_a_busier_endpoint_may_take_longer() -> None:
         assert engines[0].record.verdict is Verdict.NORMAL
 
 
-def test_a_factor_of_zero_finds_nobody_slow() -> None:
+def test_a_factor_of_zero_marks_no_endpoint_slow() -> None:
     engines, rng = [Engine(10.0, 10.0), Engine(), Engine()], Random(1)
     for now in range(20):
         second(engines, rng, float(now))

@@ -1,4 +1,4 @@
-"""The prefix index: ageing like an engine's LRU, learning from answers, memory for real."""
+"""The prefix index: ageing like an engine's LRU, learning from answers, and memory use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_belief_is_scaled_from_bytes_to_tokens() -> None:
     assert index.match(PRINTS.of(b"", text), 1024) == [0, 768]
 
 
-def test_a_long_prompt_is_believed_to_within_a_hundredth_and_has_entries_for_a_quarter_of_its_blocks() -> None:
+def test_a_long_prompt_is_believed_to_within_a_hundredth_and_has_entries_for_a_quarter_of_its_blocks() -> (
+    None
+):
     index = PrefixIndex(1 << 20)
     text = Random(1).randbytes(3000 * BLOCK)
     index.insert(PRINTS.of(b"", text), 0, 3000)
@@ -52,7 +54,9 @@ def test_each_slot_is_believed_as_far_as_its_own_prompts_went() -> None:
 
 
 def test_ageing_follows_an_exact_lru_to_within_a_generation() -> None:
-    """Documents of 8 blocks asked at random, an OrderedDict as the engine: young ones stay, old ones go."""
+    """Random documents of 8 blocks, with an OrderedDict as the engine: young ones stay, old ones
+    expire.
+    """
     capacity, size, slack = 4096, 64, 4096 // 32 + 64
     index, engine, rng = PrefixIndex(8 << 20), OrderedDict[int, None](), Random(3)
     index.set_capacity(0, capacity)
@@ -155,7 +159,9 @@ def test_the_cap_holds_in_real_memory_under_churn() -> None:
 
 
 def test_entries_are_invisible_to_the_garbage_collector() -> None:
-    """A full collection over a million tracked entries would stop the event loop for tens of milliseconds."""
+    """A full collection over a million tracked entries would stop the event loop for tens of
+    milliseconds.
+    """
     index = PrefixIndex(1 << 20)
     for slot in range(40):
         index.insert(prompt_of(1, 64), slot, 64)
@@ -169,7 +175,7 @@ def test_impossible_arguments_are_refused() -> None:
         PrefixIndex(1 << 20).set_capacity(MAX_SLOTS, 1)
 
 
-def test_what_a_slot_holds_is_told_without_walking_anything() -> None:
+def test_cached_tokens_of_a_slot_are_read_in_constant_time() -> None:
     index, prompt = PrefixIndex(1 << 20), prompt_of(1, 20)
     index.insert(prompt, 3, 2000)
     assert index.held_tokens(3) == pytest.approx(2000)
@@ -179,13 +185,13 @@ def test_what_a_slot_holds_is_told_without_walking_anything() -> None:
 
 
 def asked_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
-    """Documents of 8 blocks, 512 tokens each, one after another."""
+    """Insert documents of 8 blocks, 512 tokens each, one after another."""
     for _ in range(rounds):
         for document in documents:
             index.insert(prompt_of(document, 8), slot, 512)
 
 
-def test_evictions_of_what_nobody_asks_for_again_are_no_pity() -> None:
+def test_evictions_of_blocks_not_requested_again_are_not_regretted() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
     asked_in_turn(index, range(400), 1)
@@ -194,7 +200,7 @@ def test_evictions_of_what_nobody_asks_for_again_are_no_pity() -> None:
     assert index.regret(7) == 0.0
 
 
-def test_evictions_of_what_is_asked_for_again_are_a_pity_until_they_fade() -> None:
+def test_evictions_of_blocks_requested_again_are_regretted_until_they_decay() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
     asked_in_turn(index, range(48), 8)
@@ -203,7 +209,7 @@ def test_evictions_of_what_is_asked_for_again_are_a_pity_until_they_fade() -> No
     assert index.regret(0) < 0.01
 
 
-def test_an_eviction_is_no_pity_while_somebody_else_holds_it() -> None:
+def test_an_eviction_is_not_regretted_while_another_slot_has_the_block() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
     asked_in_turn(index, range(48), 2, slot=1)
@@ -280,7 +286,9 @@ def test_blocks_that_many_held_give_back_their_room_when_they_are_dropped() -> N
     assert index.stats().blocks > 0.9 * cap / BLOCK_COST_BYTES
 
 
-def test_a_prompt_that_was_estimated_longer_the_second_time_takes_no_belief_from_its_contemporaries() -> None:
+def test_a_prompt_that_was_estimated_longer_the_second_time_takes_no_belief_from_its_contemporaries() -> (
+    None
+):
     index, again, other = PrefixIndex(1 << 20), prompt_of(1, 10), prompt_of(2, 10)
     index.set_capacity(0, 3200)
     index.insert(again, 0, 100)

@@ -1,4 +1,4 @@
-"""The price: what each of its terms answers to, and that its parts add up."""
+"""The price: what each term depends on, and that the terms add up."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import pytest
 
 from policies import registry
 from policies.contract import DECODE, WHOLE, Part
-from policies.latency import PRIOR_VAR, Speed
 from policies.model import Ask, Candidate, Request, Slo
 from policies.price import Priced, Prices, level, patience_s
 from policies.run import pick
+from policies.step_time import PRIOR_VAR, Speed
 from tests.unit.policies.builders import ask, candidate
 
 PRICES = Prices(Priced())
 
 
 def outlook(slot: int, **numbers: object) -> Candidate:
-    """An endpoint some 20 ms a step and 60 us a prompt token fast; keywords set more."""
+    """Return an endpoint with about 20 ms per step and 60 us per prompt token.
+
+    Keywords set more.
+    """
     usual: dict[str, object] = {
         "ready_at": 0.0,
         "token_s": 6e-5,
@@ -41,7 +44,7 @@ def term(question: Ask, one: Candidate, name: str) -> float:
 
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
-    """These factors as the price sees them, of endpoints that have shown their speed but for the unknown ones."""
+    """Return the factors as the price sees them; unknown ones belong to unobserved endpoints."""
     speeds = [Speed(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
     for speed, factor in zip(speeds, factors, strict=True):
         speed.factor = factor
@@ -50,7 +53,8 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     fleet = [
-        outlook(slot, ready_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot) for slot in range(5)
+        outlook(slot, ready_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot)
+        for slot in range(5)
     ]
     question = ask(9000, 300, cached=[0, 4096, 0, 8192])
     explained: list[Mapping[str, float]] = list(PRICES.terms(question, fleet))
@@ -59,30 +63,37 @@ def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
         assert sum(parts.values()) == pytest.approx(-score)
 
 
-def test_who_is_slowed_down_is_asked_how_long_its_answer_is_not_who_slows_it_down() -> None:
+def test_slowdown_is_spread_over_the_slowed_answer() -> None:
     busy = outlook(0, answers=10, expected_tokens=10_000)
-    assert term(ask(9000, 50), busy, "others") == pytest.approx(term(ask(9000, 1000), busy, "others"))
+    assert term(ask(9000, 50), busy, "others") == pytest.approx(
+        term(ask(9000, 1000), busy, "others")
+    )
     short = outlook(0, answers=10, expected_tokens=1000)
     assert term(ask(9000, 50), short, "others") > 5 * term(ask(9000, 50), busy, "others")
 
 
-def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_are_computed() -> None:
+def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_are_computed() -> (
+    None
+):
     alone = outlook(0, in_flight=1, answers=1, expected_tokens=350)
     beside_ten = outlook(1, in_flight=11, answers=1, expected_tokens=360)
     harm = [term(ask(9000, 350), one, "others") for one in (alone, beside_ten)]
     assert 0.0 < harm[1] == pytest.approx(harm[0], rel=0.05)
 
 
-def test_a_wait_for_memory_delays_the_own_first_token_and_nobody_elses_answer() -> None:
+def test_a_wait_for_kv_delays_only_the_own_first_token() -> None:
     question = ask(8000, 300)
-    roomy, full = (outlook(0, answers=20, expected_tokens=7000, kv_free=free, kv_s=5e-4) for free in (9000.0, 4000.0))
+    roomy, full = (
+        outlook(0, answers=20, expected_tokens=7000, kv_free=free, kv_s=5e-4)
+        for free in (9000.0, 4000.0)
+    )
     assert term(question, full, "ttft") > 10 * term(question, roomy, "ttft")
     assert term(question, full, "others") == term(question, roomy, "others")
     behind = outlook(1, kv_free=4000.0, kv_s=5e-4, ready_at=103.0)
     assert term(question, behind, "ttft") == term(question, outlook(2, ready_at=103.0), "ttft")
 
 
-def test_a_queue_costs_the_own_first_token_and_those_who_answer_there() -> None:
+def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
     question, idle, queue = (
         ask(4000, 300),
         outlook(0, expected_tokens=7000),
@@ -101,19 +112,21 @@ def test_a_first_token_at_its_budget_costs_one_request() -> None:
 
 def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
     question = ask(1000, 100)
-    steps = [term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)]
+    steps = [
+        term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
+    ]
     assert 0.0 < steps[2] - steps[1] == pytest.approx(Priced().overdue)
     assert steps[1] - steps[0] > steps[2] - steps[1]
 
 
-def test_a_prefix_held_elsewhere_is_work_that_others_need_not_do() -> None:
+def test_a_prefix_cached_elsewhere_makes_prefill_here_redundant() -> None:
     question = ask(20_000, 300, cached=[0, 16_384])
     cold, warm = outlook(0), outlook(1)
     assert term(question, warm, "work") < 0.3 * term(question, cold, "work")
     assert PRICES.scores(question, [cold, warm])[1] > PRICES.scores(question, [cold, warm])[0]
 
 
-def test_who_keeps_evicting_what_is_asked_for_again_is_dearer_to_fill() -> None:
+def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
     question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, regret=0.5)
     assert term(question, thrashing, "work") == pytest.approx(2.5 * term(question, calm, "work"))
 
@@ -125,28 +138,36 @@ def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> Non
     assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
 
 
-def test_a_scrape_tells_of_strangers_only_while_it_is_fresh() -> None:
+def test_a_scrape_counts_external_requests_only_while_fresh() -> None:
     question = ask(4000, 300)
     seen = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
-    alone, old, fresh = outlook(0), outlook(1, scraped_at=90.0, **seen), outlook(2, scraped_at=99.0, **seen)
+    alone, old, fresh = (
+        outlook(0),
+        outlook(1, scraped_at=90.0, **seen),
+        outlook(2, scraped_at=99.0, **seen),
+    )
     prices = PRICES.prices(question, [alone, old, fresh])
     assert prices[0] == prices[1] < prices[2]
 
 
 def test_time_spent_waiting_at_the_gateway_is_gone_from_the_budget() -> None:
-    request = Request("id", "model", "tenant", 4000, 300, slo=Slo("tight", 2.0, 0.1), arrived_s=10.0)
+    request = Request(
+        "id", "model", "tenant", 4000, 300, slo=Slo("tight", 2.0, 0.1), arrived_s=10.0
+    )
     assert patience_s(request, 10.0) == 2.0
     assert patience_s(request, 11.5) == pytest.approx(0.5)
     assert patience_s(request, 99.0) == pytest.approx(0.1)
 
 
-def test_those_believed_nearly_alike_are_equal_and_the_really_slow_are_not() -> None:
+def test_similar_speeds_count_as_equal_and_slow_ones_do_not() -> None:
     assert levelled([1.0, 1.2, 0.9]) == pytest.approx([1.0, 1.0, 1.0])
     assert levelled([1.0, 1.0, 4.0]) == pytest.approx([1.0, 1.0, 4.0 / 1.5])
 
 
-def test_who_has_shown_nothing_yet_is_no_faster_than_sisters_that_turned_out_slow() -> None:
-    assert levelled([5.0, 5.0, 1.0], unknown=(2,)) == pytest.approx([5.0, 5.0, 1.5 * exp(2.0 * sqrt(PRIOR_VAR))])
+def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
+    assert levelled([5.0, 5.0, 1.0], unknown=(2,)) == pytest.approx(
+        [5.0, 5.0, 1.5 * exp(2.0 * sqrt(PRIOR_VAR))]
+    )
     assert levelled([3.0, 3.0, 1.0], unknown=(2,)) == pytest.approx([3.0, 3.0, 3.0])
     assert levelled([3.0, 3.0, 1.0]) == pytest.approx([3.0, 3.0, 1.5])
 
@@ -165,7 +186,10 @@ def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
 def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
     question, one = ask(8000, 300), [outlook(0, expected_tokens=5000)]
     prefill = PRICES.explain(question, one, 0, Part(decodes=0.0, transfer_s=0.2))
-    decode, whole = PRICES.explain(question, one, 0, DECODE), PRICES.explain(question, one, 0, WHOLE)
+    decode, whole = (
+        PRICES.explain(question, one, 0, DECODE),
+        PRICES.explain(question, one, 0, WHOLE),
+    )
     assert prefill.tpot == 0.0
     assert prefill.ttft > whole.ttft
     assert prefill.work == pytest.approx(whole.work)
@@ -177,9 +201,12 @@ def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
     assert decode.others < whole.others
 
 
-def test_who_only_decodes_pays_for_the_prompts_that_stand_in_line_before_its_kv() -> None:
+def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
     question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, ready_at=103.0)]
-    free, queued = PRICES.explain(question, idle, 0, DECODE), PRICES.explain(question, busy, 0, DECODE)
+    free, queued = (
+        PRICES.explain(question, idle, 0, DECODE),
+        PRICES.explain(question, busy, 0, DECODE),
+    )
     assert free.ttft < 1e-4
     assert queued.ttft > 0.1
 
@@ -195,7 +222,13 @@ def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> 
 
 def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
     fleet = [
-        outlook(slot, ready_at=100.0 + slot, expected_tokens=700 * slot, kv_booked=99_000 * slot, context_s=9e-8 * slot)
+        outlook(
+            slot,
+            ready_at=100.0 + slot,
+            expected_tokens=700 * slot,
+            kv_booked=99_000 * slot,
+            context_s=9e-8 * slot,
+        )
         for slot in range(4)
     ]
     question = ask(9000, 300, cached=[512, 4096])
@@ -214,11 +247,16 @@ def test_the_cheapest_price_is_that_of_the_pick() -> None:
 
 
 def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
-    """Cached behind a queue of three seconds: worth waiting for with a minute to spend, not with two seconds."""
+    """Cached behind a queue of three seconds: worth waiting for with a minute's budget, not with
+    two seconds.
+    """
     fleet = [outlook(0, ready_at=103.0), outlook(1)]
     usual = ask(30_000, 300, cached=[28_672])
     chosen = [
-        PRICES.scores(msgspec.structs.replace(usual, request=msgspec.structs.replace(usual.request, slo=slo)), fleet)
+        PRICES.scores(
+            msgspec.structs.replace(usual, request=msgspec.structs.replace(usual.request, slo=slo)),
+            fleet,
+        )
         for slo in (Slo("interactive", 2.0, 0.05), Slo("batch", 60.0, 0.5))
     ]
     assert chosen[0][1] > chosen[0][0]
@@ -226,18 +264,28 @@ def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"late": 0.5}, {"work_weight": -1.0}, {"fresh_s": -1.0}, {"kv_weight": 1e10}, {"alike": 0.0}]
+    "wrong",
+    [{"late": 0.5}, {"work_weight": -1.0}, {"fresh_s": -1.0}, {"kv_weight": 1e10}, {"alike": 0.0}],
 )
 def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(registry.PolicyConfigError, match=f"priced.{next(iter(wrong))}: Expected `float` [<>]="):
+    with pytest.raises(
+        registry.PolicyConfigError, match=f"priced.{next(iter(wrong))}: Expected `float` [<>]="
+    ):
         registry.build("priced", wrong)
 
 
-def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> None:
-    """One from short ones that all of its work is slower, others from long ones that attention is: both are right of
-    what they saw, and levelling one factor alone would pull them apart."""
+def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> (
+    None
+):
+    """One learned from short prompts that all its work is slower, others from long ones that
+    attention is.
+
+    Both are right about what they observed, and equalizing one factor alone would separate them.
+    """
     fleet = [outlook(slot) for slot in range(3)]
-    for each, (prefill, pairs) in zip(fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True):
+    for each, (prefill, pairs) in zip(
+        fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True
+    ):
         belief = each.load.belief
         belief.prompts.factors[0], belief.prompts.factors[-1] = prefill, pairs
         belief.settle()

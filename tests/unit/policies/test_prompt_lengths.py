@@ -1,4 +1,4 @@
-"""What engines count of prompts corrects estimates: per model, slowly forgotten, never beyond reason."""
+"""Reported prompt tokens correct estimates: per model, with slow decay, within bounds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,18 @@ def test_an_estimate_that_is_close_stands_so_that_gateways_agree() -> None:
     assert prompts.corrected("m", False, 1000) == 1000
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**7), st.integers(0, 10**12)), max_size=40), st.integers(1, 10**7))
-def test_a_correction_has_bounds_whatever_engines_say(seen: list[tuple[int, int]], estimated: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 10**7), st.integers(0, 10**12)), max_size=40),
+    st.integers(1, 10**7),
+)
+def test_a_correction_is_bounded_whatever_engines_report(
+    seen: list[tuple[int, int]], estimated: int
+) -> None:
     prompts = PromptLengths()
     for one, counted in seen:
         prompts.counted("m", True, one, counted)
-    assert max(1, int(estimated * LOWEST)) <= prompts.corrected("m", True, estimated) <= estimated * HIGHEST + 1
+    assert (
+        max(1, int(estimated * LOWEST))
+        <= prompts.corrected("m", True, estimated)
+        <= estimated * HIGHEST + 1
+    )

@@ -1,4 +1,4 @@
-"""Published rules, each by what tells it from its sisters, at its published thresholds."""
+"""Published rules, each by what distinguishes it, at its published thresholds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from policies import registry
 from policies.contract import Policy
 from policies.fingerprint import Fingerprint, Fingerprinter
-from policies.latency import Belief, Shape
 from policies.model import Ask, Candidate, Request, Slo
 from policies.run import pick
+from policies.step_time import Belief, Shape
 from tests.unit.policies.builders import ask, candidate
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")
@@ -30,7 +30,9 @@ PACE = {
 }
 
 
-def chosen(policy: Policy | str, candidates: list[Candidate], seed: int = 1, **question: object) -> str:
+def chosen(
+    policy: Policy | str, candidates: list[Candidate], seed: int = 1, **question: object
+) -> str:
     return answer(policy, ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
 
 
@@ -41,7 +43,9 @@ def answer(policy: str | Policy, question: Ask, fleet: list[Candidate]) -> str:
     return found.candidate.endpoint.name
 
 
-def choices(policy: str, candidates: list[Candidate], times: int = 60, **question: object) -> set[str]:
+def choices(
+    policy: str, candidates: list[Candidate], times: int = 60, **question: object
+) -> set[str]:
     return {chosen(policy, candidates, seed, **question) for seed in range(times)}
 
 
@@ -53,7 +57,7 @@ def test_power_of_two_never_takes_the_fullest_and_not_always_the_emptiest() -> N
     assert choices("power_of_two", fleet) == {"tp1", "tp2"}
 
 
-def test_power_of_two_counts_strangers_of_a_fresh_scrape() -> None:
+def test_power_of_two_counts_external_requests_of_a_fresh_scrape() -> None:
     fleet = [candidate(0, strangers=3, scraped_at=98.0), candidate(1, in_flight=2)]
     assert choices("power_of_two", fleet) == {"tp1"}
     fleet[0].load.scraped_at = 90.0
@@ -78,13 +82,17 @@ def test_sglang_levels_loads_that_are_far_apart_by_both_measures() -> None:
     assert chosen("sglang_cache_aware", fleet, cached=warm) == "tp1"  # 100 apart, but 1.5 times
 
 
-def test_sglang_sends_what_nobody_holds_to_the_smallest_tree() -> None:
+def test_sglang_sends_cold_prompts_to_the_smallest_tree() -> None:
     fleet = [candidate(0, held_tokens=500.0), candidate(1, in_flight=20, held_tokens=400.0)]
     assert chosen("sglang_cache_aware", fleet) == "tp1"
 
 
 def test_sglang_breaks_a_tie_of_prefixes_by_load_then_by_tree() -> None:
-    fleet = [candidate(0, in_flight=3), candidate(1, held_tokens=9.0), candidate(2, held_tokens=8.0)]
+    fleet = [
+        candidate(0, in_flight=3),
+        candidate(1, held_tokens=9.0),
+        candidate(2, held_tokens=8.0),
+    ]
     assert choices("sglang_cache_aware", fleet, cached=[900, 900, 900]) == {"tp2"}
 
 
@@ -113,7 +121,14 @@ def test_dynamo_gives_no_credit_beyond_what_is_to_be_prefilled() -> None:
 def test_dynamo_fades_the_credit_of_a_longer_queue() -> None:
     fleet = [candidate(0), candidate(1, prefill_tokens=400)]
     assert chosen("dynamo_kv", fleet, cached=[0, 1000]) == "tp1"
-    assert chosen(registry.build("dynamo_kv", {"overlap_score_credit_decay": 8.0}), fleet, cached=[0, 1000]) == "tp0"
+    assert (
+        chosen(
+            registry.build("dynamo_kv", {"overlap_score_credit_decay": 8.0}),
+            fleet,
+            cached=[0, 1000],
+        )
+        == "tp0"
+    )
 
 
 def test_dynamo_draws_at_a_temperature_and_prefers_the_cheaper() -> None:
@@ -144,14 +159,14 @@ def test_llmd_blend_weighs_free_memory_as_much_as_the_queue() -> None:
     assert chosen("llmd_blend", [candidate(0), booked], cached=[0, 599]) == "tp0"
 
 
-def test_llmd_blend_gives_prompts_that_nobody_holds_out_in_turn() -> None:
+def test_llmd_blend_distributes_cold_prompts_in_turn() -> None:
     policy, fleet = registry.build("llmd_blend", {}), [candidate(slot) for slot in range(4)]
     took = [chosen(policy, fleet, seed) for seed in range(8)]
     assert len(set(took[:4])) == 4
     assert took[4:] == took[:4]
 
 
-def test_llmd_blend_takes_no_turn_for_a_prompt_that_somebody_holds() -> None:
+def test_llmd_blend_takes_no_turn_for_a_cached_prompt() -> None:
     policy, fleet = registry.build("llmd_blend", {}), [candidate(slot) for slot in range(2)]
     first = chosen(policy, fleet)
     for seed in range(5):
@@ -171,14 +186,17 @@ def test_llmd_token_stays_with_the_warm_until_their_queue_is_eighteen_seconds_lo
     assert chosen(fast, [cold, warm], cached=[0, 800]) == "tp1"
 
 
-def test_llmd_token_calls_nobody_warm_below_four_fifths() -> None:
+def test_llmd_token_needs_four_fifths_of_the_prompt_to_be_warm() -> None:
     fleet = [candidate(0, **PACE), candidate(1, prefill_tokens=1000, **PACE)]
     assert chosen("llmd_token", fleet, cached=[0, 799]) == "tp0"
     assert chosen("llmd_token", fleet, cached=[0, 800]) == "tp1"
 
 
 def test_llmd_token_takes_the_fewest_tokens_or_the_fewest_requests() -> None:
-    fleet = [candidate(0, prefill_tokens=100, in_flight=9), candidate(1, prefill_tokens=5000, in_flight=1)]
+    fleet = [
+        candidate(0, prefill_tokens=100, in_flight=9),
+        candidate(1, prefill_tokens=5000, in_flight=1),
+    ]
     assert chosen("llmd_token", fleet) == "tp0"
     assert chosen(registry.build("llmd_token", {"bound": "decode"}), fleet) == "tp1"
 
@@ -186,7 +204,9 @@ def test_llmd_token_takes_the_fewest_tokens_or_the_fewest_requests() -> None:
 # llm-d's predictor
 
 
-def asked(slo: Slo | None = None, id: str = "an id", cached: tuple[int, ...] = (), seed: int = 1) -> Ask:
+def asked(
+    slo: Slo | None = None, id: str = "an id", cached: tuple[int, ...] = (), seed: int = 1
+) -> Ask:
     request = Request(id, "model", "tenant", 1000, 100)
     if slo is not None:
         request = msgspec.structs.replace(request, slo=slo)
@@ -203,7 +223,9 @@ def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:
 def test_llmd_predictor_lets_one_request_in_a_hundred_explore() -> None:
     fleet = [candidate(0, **PACE), candidate(1, ready_at=103.0, **PACE)]
     policy = registry.build("llmd_predictor", {})
-    took = Counter(answer(policy, asked(id=f"request-{n}", cached=(0, 900)), fleet) for n in range(3000))
+    took = Counter(
+        answer(policy, asked(id=f"request-{n}", cached=(0, 900)), fleet) for n in range(3000)
+    )
     assert 10 <= took["tp0"] <= 60
 
 
@@ -216,13 +238,23 @@ def test_llmd_predictor_weighs_the_first_token_four_times_the_others() -> None:
 
 
 def test_llmd_predictor_fills_up_the_fullest_that_keeps_the_slo() -> None:
-    fleet = [candidate(0, **PACE), candidate(1, ready_at=101.5, **PACE), candidate(2, ready_at=103.0, **PACE)]
+    fleet = [
+        candidate(0, **PACE),
+        candidate(1, ready_at=101.5, **PACE),
+        candidate(2, ready_at=103.0, **PACE),
+    ]
     assert answer("llmd_predictor", asked(Slo("chat", 2.0, 0.1)), fleet) == "tp1"
     assert answer("llmd_predictor", asked(), fleet) == "tp0"
 
 
-def test_llmd_predictor_would_rather_be_slow_than_start_late_when_nobody_keeps_the_slo() -> None:
-    late, slow, both = candidate(0, ready_at=103.0, **PACE), candidate(1, **PACE), candidate(2, **PACE)
+def test_llmd_predictor_prefers_a_high_tpot_to_a_late_start_when_no_endpoint_meets_the_slo() -> (
+    None
+):
+    late, slow, both = (
+        candidate(0, ready_at=103.0, **PACE),
+        candidate(1, **PACE),
+        candidate(2, **PACE),
+    )
     slow.load.step_s = both.load.step_s = 0.5
     both.load.ready_at = 103.0
     assert answer("llmd_predictor", asked(Slo("chat", 2.0, 0.1)), [late, slow, both]) == "tp1"
@@ -237,7 +269,8 @@ def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
     policy = registry.build("preble", {})
     for number in range(5):
         assert answer(policy, asked(id=f"{number}", cached=(0, 501)), fleet) == "tp1"
-    assert answer(policy, asked(id="half", cached=(0, 500)), fleet) == "tp0"  # tp1 was given much by now
+    # tp1 has got much work by now
+    assert answer(policy, asked(id="half", cached=(0, 500)), fleet) == "tp0"
 
 
 def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
@@ -249,7 +282,9 @@ def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
         request = Request(f"{number}", "model", "tenant", 1000, 0)
         assert answer(policy, Ask(request, 101.0, Random(number)), fleet) == other
     small = Request("later", "model", "tenant", 1000, 0)
-    assert answer(policy, Ask(small, 280.5, Random(1)), fleet) == first  # the big one is 180.5 s ago, the small 179.5
+    assert (
+        answer(policy, Ask(small, 280.5, Random(1)), fleet) == first
+    )  # the big one is 180.5 s ago, the small 179.5
 
 
 def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> None:
@@ -270,8 +305,11 @@ def test_preble_turns_from_the_heaviest_to_the_lightest_when_they_are_far_apart(
 
 
 def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() -> None:
-    """It would count less where many share a step, so that the busiest endpoint would get ever more."""
-    policy, fleet = registry.build("preble", {}), [candidate(0, decoding=40, **PACE), candidate(1, **PACE)]
+    """Counting less where many share a step would send ever more to the busiest endpoint."""
+    policy, fleet = (
+        registry.build("preble", {}),
+        [candidate(0, decoding=40, **PACE), candidate(1, **PACE)],
+    )
     requests = [Request(f"{number}", "model", "tenant", 1000, 500) for number in range(20)]
     took = Counter(answer(policy, Ask(request, 100.0, Random(1)), fleet) for request in requests)
     assert took == {"tp0": 10, "tp1": 10}
@@ -283,7 +321,10 @@ def test_preble_moves_a_request_that_is_picked_again() -> None:
         assert answer(policy, asked(cached=(0, 900)), fleet) == "tp1"
     other = Request("other", "model", "tenant", 1000, 1000)
     assert answer(policy, Ask(other, 100.0, Random(1), (900, 0)), fleet) == "tp0"
-    assert answer(policy, Ask(Request("third", "model", "tenant", 1000, 1), 100.0, Random(1)), fleet) == "tp1"
+    assert (
+        answer(policy, Ask(Request("third", "model", "tenant", 1000, 1), 100.0, Random(1)), fleet)
+        == "tp1"
+    )
 
 
 # Mooncake, LMetric, Llumnix
@@ -323,7 +364,10 @@ def test_llumnix_breaks_a_tie_by_the_work_in_generation() -> None:
 
 
 def test_llumnix_counts_what_is_left_of_a_queue_by_now() -> None:
-    fleet = [candidate(0, prefill_tokens=5000, ready_at=100.05, **PACE), candidate(1, prefill_tokens=1000, **PACE)]
+    fleet = [
+        candidate(0, prefill_tokens=5000, ready_at=100.05, **PACE),
+        candidate(1, prefill_tokens=1000, **PACE),
+    ]
     fleet[1].load.ready_at = 100.1
     assert chosen("llumnix", fleet) == "tp0"  # 500 tokens left of 5000
 
@@ -340,14 +384,18 @@ def prompt(number: int, blocks: int = 4, system: int = 0) -> Fingerprint:
 
 
 def dual(
-    policy: Policy, fleet: list[Candidate], prints: Fingerprint, cached: tuple[int, ...] = (), seed: int = 1
+    policy: Policy,
+    fleet: list[Candidate],
+    prints: Fingerprint,
+    cached: tuple[int, ...] = (),
+    seed: int = 1,
 ) -> str:
     request = Request("id", "model", "tenant", 1000, 100, slo=Slo("chat", 2.0, 0.1))
     return answer(policy, Ask(request, 100.0, Random(seed), cached, frozenset(), prints), fleet)
 
 
 def pair_of(policy: Policy, fleet: list[Candidate], prints: Fingerprint) -> list[int]:
-    """Who is picked with nothing cached, and who when that one is late."""
+    """Return the pick with nothing cached, and the pick when that one is late."""
     slots = []
     for _ in range(2):
         slots.append(int(dual(policy, fleet, prints)[2:]))
@@ -373,7 +421,9 @@ def test_dualmap_takes_the_more_cached_unless_it_is_late_and_the_other_less_so()
     policy, fleet = registry.build("dualmap", {}), [candidate(slot, **PACE) for slot in range(8)]
     prints = prompt(1)
     one, other = pair_of(policy, fleet, prints)
-    cached = tuple(900 if slot == one else 1000 if slot not in (one, other) else 0 for slot in range(8))
+    cached = tuple(
+        900 if slot == one else 1000 if slot not in (one, other) else 0 for slot in range(8)
+    )
     fleet[one].load.ready_at = 101.9
     assert dual(policy, fleet, prints, cached) == f"tp{one}"
     fleet[one].load.ready_at = 102.1
@@ -389,7 +439,7 @@ def test_dualmap_spreads_prefixes_over_the_fleet() -> None:
     assert max(took.values()) / min(took.values()) < 2.5
 
 
-def test_dualmap_looks_past_a_system_prompt_that_everybody_sends() -> None:
+def test_dualmap_hashes_past_a_common_system_prompt() -> None:
     policy, fleet = registry.build("dualmap", {}), [candidate(slot, **PACE) for slot in range(8)]
     took = [dual(policy, fleet, prompt(number, blocks=6, system=2)) for number in range(200)]
     assert len(set(took[:20])) <= 2
@@ -404,4 +454,8 @@ def test_dualmap_gives_a_prompt_too_short_to_hash_to_any_two() -> None:
 def test_llmd_predictor_takes_the_standard_class_of_a_configuration_for_no_slo() -> None:
     fleet = [candidate(0, ready_at=100.5, **PACE), candidate(1, ready_at=101.5, **PACE)]
     configured = Slo("standard", 5.0, 0.1, 1.0)
-    assert answer("llmd_predictor", asked(), fleet) == answer("llmd_predictor", asked(configured), fleet) == "tp0"
+    assert (
+        answer("llmd_predictor", asked(), fleet)
+        == answer("llmd_predictor", asked(configured), fleet)
+        == "tp0"
+    )

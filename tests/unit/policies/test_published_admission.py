@@ -1,4 +1,4 @@
-"""Published admissions, each at its published thresholds; under all of them lies the plain cap."""
+"""Published admissions, each at its published thresholds, on top of the plain cap."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from tests.unit.policies.test_published import PACE
 PUBLISHED = ("early_rejection", "gie_saturation", "probabilistic", "session_pause")
 
 
-def judge(admission: Admission, candidates: list[Candidate], view: View | None = None, **fields: object) -> Verdict:
+def judge(
+    admission: Admission, candidates: list[Candidate], view: View | None = None, **fields: object
+) -> Verdict:
     seed = int(fields.pop("seed", 1))  # type: ignore[call-overload]
     question = ask(seed=seed, now=float(fields.pop("now", 100.0)))  # type: ignore[arg-type]
     return admission.judge(
-        replace(question, request=replace(question.request, **fields)), candidates, view or View(0, 24, 0)
+        replace(question, request=replace(question.request, **fields)),
+        candidates,
+        view or View(0, 24, 0),
     )
 
 
@@ -31,16 +35,22 @@ def refused(verdict: Verdict) -> Shed:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_calm_pool_admits_a_full_one_makes_wait_and_an_absent_one_refuses(name: str) -> None:
+def test_a_calm_pool_admits_a_full_pool_queues_and_an_empty_pool_refuses(name: str) -> None:
     admission, fleet = build_admission(name, {}), [candidate(0, **PACE)]
     assert judge(admission, fleet) == Admit()
     assert judge(admission, fleet, View(24, 24, 0)) == Wait(10.0)
-    assert refused(judge(admission, [candidate(0, available=False)], View(0, 0, 0))).reason == "no_capacity"
+    assert (
+        refused(judge(admission, [candidate(0, available=False)], View(0, 0, 0))).reason
+        == "no_capacity"
+    )
     assert not admission.calm
 
 
-def test_early_rejection_refuses_who_would_be_late_for_the_first_token() -> None:
-    admission, fleet = build_admission("early_rejection", {}), [candidate(0, ready_at=104.8, **PACE)]
+def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
+    admission, fleet = (
+        build_admission("early_rejection", {}),
+        [candidate(0, ready_at=104.8, **PACE)],
+    )
     assert judge(admission, fleet) == Admit()  # 4.8 + 0.1 s of 5
     fleet[0].load.ready_at = 105.4
     late = refused(judge(admission, fleet))
@@ -51,12 +61,15 @@ def test_early_rejection_refuses_who_would_be_late_for_the_first_token() -> None
 
 
 def test_early_rejection_takes_its_margin_of_the_slo() -> None:
-    half, fleet = build_admission("early_rejection", {"margin": 0.5}), [candidate(0, ready_at=103.0, **PACE)]
+    half, fleet = (
+        build_admission("early_rejection", {"margin": 0.5}),
+        [candidate(0, ready_at=103.0, **PACE)],
+    )
     assert refused(judge(half, fleet)).reason == "ttft"
     assert judge(half, fleet, slo=Slo("batch", 30.0, 1.0)) == Admit()
 
 
-def test_early_rejection_refuses_who_would_get_its_tokens_too_slowly() -> None:
+def test_early_rejection_refuses_requests_with_a_high_tpot() -> None:
     admission, fleet = build_admission("early_rejection", {}), [candidate(0, **PACE)]
     fleet[0].load.step_s = 0.11
     assert refused(judge(admission, fleet)).reason == "tpot"
@@ -66,12 +79,18 @@ def test_early_rejection_refuses_who_would_get_its_tokens_too_slowly() -> None:
 def test_early_rejection_decides_at_the_door_only() -> None:
     view = View(0, 24, 1)
     view.at_door = False
-    assert judge(build_admission("early_rejection", {}), [candidate(0, ready_at=900.0, **PACE)], view) == Admit()
+    assert (
+        judge(build_admission("early_rejection", {}), [candidate(0, ready_at=900.0, **PACE)], view)
+        == Admit()
+    )
 
 
 def test_gie_refuses_low_priorities_from_a_mean_saturation_of_one() -> None:
     admission = build_admission("gie_saturation", {})
-    fleet = [candidate(0, waiting=6, kv_usage=0.1, scraped_at=99.0), candidate(1, waiting=3, scraped_at=99.0)]
+    fleet = [
+        candidate(0, waiting=6, kv_usage=0.1, scraped_at=99.0),
+        candidate(1, waiting=3, scraped_at=99.0),
+    ]
     assert judge(admission, fleet, priority=-1) == Admit()  # (6 / 5 + 3 / 5) / 2
     fleet[1].load.kv_usage = 0.64
     full = refused(judge(admission, fleet, priority=-1))
@@ -93,7 +112,9 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
 
     def shed_of(saturation: float, priority: int) -> int:
         fleet = [candidate(0, kv_usage=0.8 * saturation, waiting=0, scraped_at=99.0)]
-        made = Counter(type(judge(admission, fleet, seed=seed, priority=priority)) for seed in range(400))
+        made = Counter(
+            type(judge(admission, fleet, seed=seed, priority=priority)) for seed in range(400)
+        )
         return made[Shed]
 
     assert shed_of(0.1, -1) <= 5  # 0.3 %
@@ -106,7 +127,7 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
 
 
 class Agents:
-    """Sessions on a pool of engines, by way of a SessionPause admission."""
+    """Sessions on a pool of engines with a SessionPause admission."""
 
     def __init__(self, engines: int = 1, **params: object) -> None:
         self.admission = build_admission("session_pause", params)
@@ -114,7 +135,9 @@ class Agents:
 
     def ask(self, session: str, tokens: int, now: float) -> Ask:
         question = ask(now=now)
-        return replace(question, request=replace(question.request, session=session, prompt_tokens=tokens))
+        return replace(
+            question, request=replace(question.request, session=session, prompt_tokens=tokens)
+        )
 
     def comes(self, session: str, tokens: int, now: float, slot: int = 0) -> Verdict:
         question = self.ask(session, tokens, now)
@@ -123,7 +146,9 @@ class Agents:
             self.admission.booked(question, Pick(self.fleet[slot], 0, 0.0, 1, "test"))
         return verdict
 
-    def ends(self, session: str, tokens: int, now: float, output: int = 0, ended: str = "served") -> None:
+    def ends(
+        self, session: str, tokens: int, now: float, output: int = 0, ended: str = "served"
+    ) -> None:
         request: Request = self.ask(session, tokens, now).request
         self.admission.ended(request, Outcome(now, output_tokens=output, ended=ended))
 
@@ -140,11 +165,12 @@ def test_a_new_session_enters_only_where_its_context_fits() -> None:
     agents.turn("a", 6000, 1.0, slot=0)
     agents.turn("b", 6000, 1.0, slot=1)
     assert refused(agents.comes("c", 3801, 1.0)).reason == "session_paused"
-    assert refused(agents.comes("d", 10, 1.0)).reason == "session_paused"  # not before one who was refused
+    # not before one that was refused
+    assert refused(agents.comes("d", 10, 1.0)).reason == "session_paused"
     assert Agents().comes("large", 9900, 1.0) == Admit()
 
 
-def test_a_session_that_is_in_goes_on_however_full_it_is() -> None:
+def test_an_active_session_continues_however_full_memory_is() -> None:
     agents = Agents()
     agents.turn("a", 5000, 1.0)
     agents.turn("b", 4500, 1.0)
@@ -161,7 +187,7 @@ def test_above_the_threshold_the_smallest_silent_sessions_pause_down_to_the_targ
     assert agents.comes("c", 5400, 2.5) == Admit()
 
 
-def test_below_the_threshold_nobody_pauses() -> None:
+def test_no_session_pauses_below_the_threshold() -> None:
     agents = Agents()
     agents.turn("a", 4000, 1.0)
     agents.turn("b", 5300, 1.0)  # 9500
@@ -193,7 +219,7 @@ def test_a_paused_session_resumes_when_others_have_been_silent_for_some_seconds(
     assert agents.comes("a", 4000, 13.0) == Admit()
 
 
-def test_a_refused_session_hears_when_it_is_looked_at_again() -> None:
+def test_a_refused_session_gets_the_time_of_the_next_decision() -> None:
     agents = Agents()
     agents.tick(1.0)
     agents.turn("a", 9800, 1.0)
@@ -211,7 +237,7 @@ def test_after_its_timeout_a_paused_session_resumes_in_any_case() -> None:
     assert agents.comes("b", 2000, 66.0) == Admit()
 
 
-def test_those_who_are_silent_for_long_are_forgotten() -> None:
+def test_idle_sessions_are_forgotten() -> None:
     agents = Agents()
     agents.turn("a", 9800, 1.0)
     assert isinstance(agents.comes("b", 500, 2.0), Shed)
@@ -219,7 +245,7 @@ def test_those_who_are_silent_for_long_are_forgotten() -> None:
     assert agents.comes("c", 9800, 1803.0) == Admit()
 
 
-def test_without_a_session_or_a_known_capacity_everybody_enters() -> None:
+def test_requests_without_session_or_known_capacity_enter() -> None:
     agents = Agents()
     agents.turn("a", 9900, 1.0)
     assert agents.comes("", 9900, 1.0) == Admit()
@@ -235,7 +261,7 @@ def test_sessions_remembered_are_bounded() -> None:
     assert agents.admission._used == {0: 600.0}  # type: ignore[attr-defined]
 
 
-def test_sessions_that_are_refused_are_not_remembered_without_bound_and_push_nobody_out() -> None:
+def test_refused_sessions_are_bounded_and_displace_no_active_ones() -> None:
     agents = Agents(most_sessions=3)
     agents.turn("a", 9900, 0.0)
     for number in range(9):
@@ -252,6 +278,8 @@ def test_sessions_that_are_refused_are_not_remembered_without_bound_and_push_nob
         ("session_pause", {"acting_decay_tau_s": 0}),
     ],
 )
-def test_a_parameter_that_would_be_divided_by_is_refused_when_it_is_zero(name: str, params: dict[str, object]) -> None:
+def test_a_parameter_that_would_be_divided_by_is_refused_when_it_is_zero(
+    name: str, params: dict[str, object]
+) -> None:
     with pytest.raises(PolicyConfigError, match=rf"{name}\.\w+: Expected `float` >= 1e-09"):
         build_admission(name, params)

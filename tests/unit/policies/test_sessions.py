@@ -1,4 +1,4 @@
-"""The working-set gate: who is in, for how long, and how full is too full."""
+"""The working-set gate: which sessions count, for how long, and which fill level is too high."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.policies.builders import candidate
 
 
 def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
-    """Sessions of 100 tokens each, one after another a second apart."""
+    """Enter sessions of 100 tokens each, one second apart."""
     inside = WorkingSet()
     for number in range(sessions):
         inside.began(f"s{number}", 90, 0, 0, now + number)
@@ -17,7 +17,7 @@ def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
     return inside
 
 
-def test_a_new_session_enters_while_the_contexts_fit_and_one_that_is_in_always() -> None:
+def test_a_new_session_enters_while_contexts_fit_and_an_active_one_always() -> None:
     inside = full(sessions=6)
     assert inside.tokens == 600
     assert inside.admits("new", 100, 1000.0)
@@ -25,7 +25,7 @@ def test_a_new_session_enters_while_the_contexts_fit_and_one_that_is_in_always()
     assert inside.admits("s3", 500, 1000.0)
 
 
-def test_nothing_is_refused_where_the_memory_is_unknown_or_nobody_is_in() -> None:
+def test_nothing_is_refused_with_unknown_memory_or_without_sessions() -> None:
     assert full().admits("new", 10_000, None)
     assert WorkingSet().admits("new", 10_000, 1000.0)
     assert full().admits("", 10_000, 1000.0)
@@ -64,7 +64,9 @@ def test_memory_follows_the_times_after_which_sessions_return() -> None:
     assert 60 <= quick.memory_s < 180
 
 
-def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_finding_all_larger() -> None:
+def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_finding_all_larger() -> (
+    None
+):
     lost = full()
     for turn in range(20):
         now = 20.0 + 20 * turn
@@ -79,7 +81,7 @@ def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_findi
         for number in range(7):
             found.began(f"s{number}", 100, 100, 100, now)
             found.ended(f"s{number}", 100, 100, now + 1)
-        found.admits("new", 1000, 1000.0)  # somebody would like to come in
+        found.admits("new", 1000, 1000.0)  # another session was refused
         found.tick(now + 2)
     assert found.phi == pytest.approx(0.9)
 
@@ -97,7 +99,7 @@ def test_an_engine_that_found_less_than_was_believed_has_evicted_it() -> None:
 def test_how_long_until_a_session_may_enter_comes_from_those_that_have_left() -> None:
     inside = full(sessions=20)
     assert inside.room_in_s(100, 1000.0, 30.0) is None
-    inside.tick(190.5)  # ten have gone
+    inside.tick(190.5)  # ten have expired
     seconds = inside.room_in_s(100, 1000.0, 191.0)
     assert seconds is not None
     assert seconds > 0
@@ -110,17 +112,21 @@ def test_memory_is_bounded_whatever_comes() -> None:
         inside.tick(number / 100)
     assert len(inside) <= 50
     assert inside.tokens == 10 * len(inside)
-    inside.ended("s1", 20, 0, 11.0)  # forgotten meanwhile
+    inside.ended("s1", 20, 0, 11.0)  # expired in the meantime
     assert inside.tokens == 10 * len(inside)
 
 
-def test_without_a_name_a_conversation_is_told_by_what_is_cached_of_it() -> None:
+def test_a_conversation_without_a_key_is_recognized_by_its_cache() -> None:
     assert continuing(1000, 500)
     assert not continuing(1000, 499)
 
 
 def test_the_fleets_memory_is_known_when_everybodys_is() -> None:
-    known = [candidate(0, kv_tokens=100.0), candidate(1, kv_tokens=50.0), candidate(2, available=False)]
+    known = [
+        candidate(0, kv_tokens=100.0),
+        candidate(1, kv_tokens=50.0),
+        candidate(2, available=False),
+    ]
     assert fleet_kv_tokens(known) == 150.0
     assert fleet_kv_tokens([*known, candidate(3)]) is None
     assert fleet_kv_tokens([]) is None

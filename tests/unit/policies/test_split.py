@@ -1,4 +1,4 @@
-"""Split or not, and between whom."""
+"""The splitting decision and the choice of the pair."""
 
 from __future__ import annotations
 
@@ -10,14 +10,26 @@ import pytest
 from policies.model import Candidate, Pick, Slo
 from policies.presets import LeastLoaded, PrefixAware
 from policies.price import Priced
-from policies.split import Group, Pools, Reason, Shape, SplitRule, after_prefill_s, compat, splitter, unsplittable
+from policies.split import (
+    Group,
+    Pools,
+    Reason,
+    Shape,
+    SplitRule,
+    after_prefill_s,
+    compat,
+    splitter,
+    unsplittable,
+)
 from tests.unit.policies.builders import ask, candidate
 
 SPLITTER = splitter(SplitRule(2000, 0.25), PrefixAware().build())
 
 
 def pools(
-    prefills: Sequence[Candidate], decodes: Sequence[Candidate], alone: Sequence[Candidate] | None = None
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    alone: Sequence[Candidate] | None = None,
 ) -> Pools:
     group = Group("g", tuple(prefills), tuple(decodes))
     return Pools((group,), tuple(decodes if alone is None else alone))
@@ -36,7 +48,9 @@ FOUR = pools([candidate(0), candidate(1)], [candidate(2), candidate(3)])
         (Shape(scores_prompt=True), Reason.PROMPT_SCORES),
     ],
 )
-def test_what_a_handoff_would_break_is_not_split_however_long(shape: Shape, why: Reason | None) -> None:
+def test_what_a_handoff_would_break_is_not_split_however_long(
+    shape: Shape, why: Reason | None
+) -> None:
     assert unsplittable(shape) is why
     decision = SPLITTER.decide(FOUR, ask(100_000), shape, splitting=True)
     assert (decision.pair is None) == (why is not None or shape.max_tokens == 1)
@@ -64,14 +78,14 @@ def test_one_token_is_not_worth_a_handoff() -> None:
     assert SPLITTER.decide(FOUR, ask(9000), Shape(max_tokens=1), False).reason is Reason.ONE_TOKEN
 
 
-def test_a_short_request_that_nobody_serves_whole_is_split() -> None:
+def test_a_short_request_without_a_whole_endpoint_is_split() -> None:
     nobody = msgspec.structs.replace(FOUR, alone=())
     decision = SPLITTER.decide(nobody, ask(10), Shape(max_tokens=1), False)
     assert decision.pair is not None
     assert decision.reason is Reason.NOBODY_ALONE
 
 
-def test_the_least_loaded_decodes_and_who_holds_the_prefix_prefills() -> None:
+def test_the_least_loaded_decodes_and_the_prefix_holder_prefills() -> None:
     choice = pools([candidate(0), candidate(1)], [candidate(2, decode_tokens=50_000), candidate(3)])
     decision = SPLITTER.decide(choice, ask(8000, cached=(0, 6000)), Shape(), False)
     assert decision.pair is not None
@@ -92,7 +106,10 @@ def test_pairs_are_formed_inside_one_group() -> None:
     new = Group("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
     decision = SPLITTER.decide(Pools((old, new), ()), ask(8000), Shape(), False)
     assert decision.pair is not None
-    assert [decision.pair.prefill.candidate.load.slot, decision.pair.decode.candidate.load.slot] == [0, 1]
+    assert [
+        decision.pair.prefill.candidate.load.slot,
+        decision.pair.decode.candidate.load.slot,
+    ] == [0, 1]
 
 
 def test_a_decoder_whose_prefillers_are_all_away_is_not_chosen() -> None:
@@ -109,9 +126,12 @@ def test_without_a_pair_the_request_is_served_whole(tried: Sequence[str]) -> Non
     assert (decision.pair, decision.reason, decision.splitting) == (None, Reason.NO_PAIR, True)
 
 
-def test_full_prefillers_mean_whole_requests_or_where_nobody_serves_those_a_queue() -> None:
+def test_full_prefillers_lead_to_whole_requests_or_a_queue() -> None:
     full = [candidate(0, cap=1, in_flight=1), candidate(1, cap=1, in_flight=2)]
-    assert SPLITTER.decide(pools(full, [candidate(2)]), ask(8000), Shape(), False).reason is Reason.NO_PAIR
+    assert (
+        SPLITTER.decide(pools(full, [candidate(2)]), ask(8000), Shape(), False).reason
+        is Reason.NO_PAIR
+    )
     queued = SPLITTER.decide(pools(full, [candidate(2)], alone=()), ask(8000), Shape(), False)
     assert queued.pair is not None
     full_decoder = pools([candidate(0)], [candidate(2, cap=1, in_flight=1)], alone=())
@@ -130,25 +150,42 @@ def test_endpoints_fit_by_engine_model_version_and_dtype() -> None:
     assert len(groups) == 5
 
 
-def test_the_pools_own_policy_chooses_who_prefills() -> None:
+def test_the_pools_policy_chooses_the_prefill_endpoint() -> None:
     least = splitter(SplitRule(), LeastLoaded().build())
     assert (least.prefill.name, least.decode.name) == ("least_loaded", "decode_load")
 
 
-@pytest.mark.parametrize("rule", [{"threshold_tokens": 0}, {"hysteresis": 1.0}, {"hysteresis": -0.1}])
+@pytest.mark.parametrize(
+    "rule", [{"threshold_tokens": 0}, {"hysteresis": 1.0}, {"hysteresis": -0.1}]
+)
 def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="threshold"):
         SplitRule(**rule)  # type: ignore[arg-type]
 
 
 def busy(slot: int, **load: object) -> Candidate:
-    """An endpoint some 15 ms a step and 60 us a prompt token fast; keywords set more."""
-    usual: dict[str, object] = {"ready_at": 0.0, "token_s": 6e-5, "pair_s": 1e-9, "step_s": 0.015, "kv_tokens": 6e5}
+    """Return an endpoint with about 15 ms per step and 60 us per prompt token.
+
+    Keywords set more.
+    """
+    usual: dict[str, object] = {
+        "ready_at": 0.0,
+        "token_s": 6e-5,
+        "pair_s": 1e-9,
+        "step_s": 0.015,
+        "kv_tokens": 6e5,
+    }
     return candidate(slot, 1000, **(usual | load))
 
 
 PRICED = splitter(SplitRule(), Priced().build())
-ANSWERING = {"decoding": 40, "in_flight": 40, "answers": 40, "expected_tokens": 14_000, "kv_booked": 300_000}
+ANSWERING = {
+    "decoding": 40,
+    "in_flight": 40,
+    "answers": 40,
+    "expected_tokens": 14_000,
+    "kv_booked": 300_000,
+}
 
 
 def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle_endpoint() -> None:
@@ -163,7 +200,10 @@ def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle
 def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() -> None:
     decides = [
         PRICED.decide(
-            pools([busy(1, ready_at=100.0 + queue_s)], [busy(0, **ANSWERING)]), ask(8000, 300), Shape(), False
+            pools([busy(1, ready_at=100.0 + queue_s)], [busy(0, **ANSWERING)]),
+            ask(8000, 300),
+            Shape(),
+            False,
         )
         for queue_s in (0.0, 8.0)
     ]
@@ -173,7 +213,11 @@ def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() 
 def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None:
     decides = [
         PRICED.decide(
-            pools([busy(1)], [busy(0, kv_free=free, kv_s=1e-4, **ANSWERING)], alone=[busy(2, **ANSWERING)]),
+            pools(
+                [busy(1)],
+                [busy(0, kv_free=free, kv_s=1e-4, **ANSWERING)],
+                alone=[busy(2, **ANSWERING)],
+            ),
             *(ask(30_000, 300), Shape(), False),
         )
         for free in (50_000.0, -20_000.0)
@@ -181,7 +225,9 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
     assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
 
 
-def test_after_the_prefill_come_the_way_of_what_is_not_there_and_the_longer_of_queue_and_wait_for_room() -> None:
+def test_after_the_prefill_come_the_way_of_what_is_not_there_and_the_longer_of_queue_and_wait_for_room() -> (
+    None
+):
     rule, question = SplitRule(handoff_s=0.5, kv_token_s=1e-3), ask(4000, 300)
 
     def takes_s(cached: int, **load: object) -> float:
@@ -199,10 +245,13 @@ def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
     alone = Group("h", (apart,), (apart,))
     pair = PRICED.pair(Pools((alone, both), ()), ask(8000, 300))
     assert pair is not None
-    assert {pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name} == {"tp0", "tp1"}
+    assert {pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name} == {
+        "tp0",
+        "tp1",
+    }
 
 
-def test_a_priced_request_that_nobody_serves_whole_is_split_and_queues_at_full_prefillers() -> None:
+def test_a_priced_request_without_a_whole_endpoint_is_split_and_queues_at_full_prefillers() -> None:
     full = candidate(0, 1, in_flight=1)
     decision = PRICED.decide(pools([full], [busy(1)], alone=[]), ask(100, 300), Shape(), False)
     assert decision.reason is Reason.NOBODY_ALONE
@@ -215,14 +264,20 @@ def test_a_priced_request_that_nobody_serves_whole_is_split_and_queues_at_full_p
     [(Shape(choices=2), Reason.CHOICES), (Shape(max_tokens=1), Reason.ONE_TOKEN)],
 )
 def test_what_cannot_or_need_not_be_split_is_not_priced(shape: Shape, why: Reason) -> None:
-    decision = PRICED.decide(pools([busy(1)], [busy(0, **ANSWERING)]), ask(30_000, 300), shape, splitting=False)
+    decision = PRICED.decide(
+        pools([busy(1)], [busy(0, **ANSWERING)]), ask(30_000, 300), shape, splitting=False
+    )
     assert (decision.reason, decision.pair) == (why, None)
 
 
 def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling() -> None:
-    """Roles form by themselves: among four that do both, the next pair keeps to what is there."""
+    """Roles form by themselves: among four endpoints of both roles the next pair follows the
+    present use.
+    """
     fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
     tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))
-    pair = PRICED.pair(pools(fleet, fleet), msgspec.structs.replace(ask(20_000, 300), request=tight))
+    pair = PRICED.pair(
+        pools(fleet, fleet), msgspec.structs.replace(ask(20_000, 300), request=tight)
+    )
     assert pair is not None
     assert pair.prefill.candidate in fleet[2:]

@@ -1,4 +1,4 @@
-"""Alternatives to refusing: who fits, and in which order smaller tiers are asked."""
+"""Alternatives to a refusal: which tiers fit, and in which order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_contexts_are_looked_at_only_where_some_endpoint_has_a_limit() -> None:
     assert telling(ORDINARY, [sized(0, None), sized(1, 8192)]) == limited
 
 
-def test_the_tier_that_loses_least_is_asked_first() -> None:
+def test_the_cheapest_tier_comes_first() -> None:
     question = ask(1000, 100, now=100.0)
     near = Tier("13b", (candidate(0),), 0.3)
     small = Tier("8b", (candidate(1),), 0.5)
@@ -40,16 +40,18 @@ def test_the_tier_that_loses_least_is_asked_first() -> None:
     assert found[0][1] == pytest.approx(0.3, abs=0.05)
 
 
-def test_a_busy_tier_costs_more_and_one_that_would_be_late_is_not_asked() -> None:
+def test_a_busy_tier_costs_more_and_a_late_tier_is_left_out() -> None:
     question = ask(1000, 100, now=100.0)
-    question = replace(question, request=replace(question.request, arrived_s=98.0, slo=Slo(ttft_s=5.0)))
+    question = replace(
+        question, request=replace(question.request, arrived_s=98.0, slo=Slo(ttft_s=5.0))
+    )
     busy = Tier("busy", (candidate(0, ready_at=102.0),), 0.1)
     idle = Tier("idle", (candidate(1),), 0.3)
     late = Tier("late", (candidate(2, ready_at=103.5),), 0.0)
     assert [tier.name for tier, _ in alternatives(question, [busy, idle, late])] == ["idle", "busy"]
 
 
-def test_a_tier_that_nobody_serves_or_that_is_too_small_is_not_asked() -> None:
+def test_a_tier_without_endpoints_or_context_is_left_out() -> None:
     down = Tier("down", (candidate(0, available=False),))
     small = Tier("small", (sized(1, 512),))
     assert alternatives(ask(1000, 100), [down, small]) == []
@@ -57,6 +59,8 @@ def test_a_tier_that_nobody_serves_or_that_is_too_small_is_not_asked() -> None:
 
 def test_a_budget_that_is_used_up_leaves_no_tier() -> None:
     question = ask(now=105.0)
-    question = replace(question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0)))
+    question = replace(
+        question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0))
+    )
     free = candidate(0, ready_at=0.0, fixed_s=0.0, token_s=0.0, pair_s=0.0)
     assert alternatives(question, [Tier("free", (free,))]) == []

@@ -1,4 +1,4 @@
-"""The waiting room's edges: whoever only looks in, whoever gets nothing, and what is looked at anew."""
+"""Edge cases of the wait queue: requests that do not queue, refunds, and renewed queries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def room(*caps: int, size: int = 8) -> tuple[Room[int], list[Candidate]]:
     return made, candidates
 
 
-def test_one_who_only_knocks_takes_no_chair_and_nobody_gives_one_up() -> None:
+def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
     made, candidates = room(1, size=2)
     assert isinstance(made.arrive(question(0), candidates, 0), Admit)
     assert all(isinstance(made.arrive(question(n), candidates, n), Wait) for n in (1, 2))
@@ -34,7 +34,7 @@ def test_one_who_only_knocks_takes_no_chair_and_nobody_gives_one_up() -> None:
     assert (made.waiting, made.in_flight, made.settle(0.1)) == (2, 1, [])
 
 
-def test_a_tenant_does_not_pay_for_one_that_was_let_in_and_served_by_nobody() -> None:
+def test_a_tenant_is_not_charged_for_an_admitted_request_without_an_endpoint() -> None:
     made, candidates = room(1)
     made.arrive(question(0), candidates, 0)
     made.arrive(question(1, "a"), candidates, 1)
@@ -51,7 +51,7 @@ def test_a_tenant_does_not_pay_for_one_that_was_let_in_and_served_by_nobody() ->
     assert made.settle(2.0) == [(3, ADMIT)]
 
 
-def test_a_permit_that_nobody_used_is_no_news_of_how_fast_places_come_free() -> None:
+def test_an_unused_permit_does_not_change_the_drain_rate() -> None:
     made, candidates = room(2)
     made.arrive(question(0), candidates, 0)
     for _ in range(5):
@@ -61,7 +61,7 @@ def test_a_permit_that_nobody_used_is_no_news_of_how_fast_places_come_free() -> 
 
 
 class Stumbling(Cap):
-    """Raises once."""
+    """An admission that raises once."""
 
     __slots__ = ("stumbled",)
 
@@ -72,7 +72,7 @@ class Stumbling(Cap):
         return super().judge(ask, candidates, room)
 
 
-def test_a_room_whose_admission_stumbles_does_not_take_waiters_for_newcomers_afterwards() -> None:
+def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
     made, candidates = room(1)
     made.admission = Stumbling()
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ def test_a_room_whose_admission_stumbles_does_not_take_waiters_for_newcomers_aft
 
 
 class Warm(Cap):
-    """Lets in only what is cached somewhere; waits otherwise."""
+    """Admits only prompts with a cached prefix; others wait."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class Warm(Cap):
         return ADMIT if max(ask.cached, default=0) else Wait(30.0)
 
 
-def test_whoever_waits_is_judged_by_what_is_cached_now_and_not_when_it_came() -> None:
+def test_a_waiting_request_is_decided_by_the_present_cache() -> None:
     made, candidates = room(1)
     made.admission = Warm()
     held, looks = [0], 0
@@ -107,7 +107,7 @@ def test_whoever_waits_is_judged_by_what_is_cached_now_and_not_when_it_came() ->
     assert made.settle(1.0 + LOOK_AGAIN_S) == [(1, ADMIT)]
 
 
-def test_whoever_waits_while_endpoints_are_replaced_is_judged_beside_the_new_ones() -> None:
+def test_a_waiting_request_is_decided_by_the_present_endpoints() -> None:
     class OnlyNew(Cap):
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Slow start: a ramp that only grows, and a preference that never refuses anybody."""
+"""Slow start: a ramp that only grows, and a preference that never refuses a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.filters import below_cap
-from policies.model import NO_CEILING
+from policies.load import NO_CEILING
 from policies.warmup import ceiling
 from tests.unit.policies.builders import ask, candidate
 
@@ -23,14 +23,14 @@ def test_the_ceiling_only_grows_and_never_is_below_one_or_above_the_cap_before_i
     assert ceiling(cap, ramp_s, ramp_s) == NO_CEILING
 
 
-def test_one_that_warms_up_is_passed_over_at_its_ceiling_while_others_have_room() -> None:
+def test_an_endpoint_in_slow_start_is_skipped_at_its_soft_cap_while_others_have_room() -> None:
     warming, other = candidate(0, CAP, in_flight=3, ceiling=3), candidate(1, CAP, in_flight=20)
     assert below_cap(ask(), [warming, other]) == [other]
     warming.load.in_flight = 2
     assert below_cap(ask(), [warming, other]) == [warming, other]
 
 
-def test_nobody_waits_or_is_refused_for_the_sake_of_a_ramp() -> None:
+def test_no_request_waits_or_is_refused_because_of_slow_start() -> None:
     warming, other = candidate(0, CAP, in_flight=3, ceiling=3), candidate(1, CAP, in_flight=CAP)
     assert below_cap(ask(), [warming, other]) == [warming]
     assert below_cap(ask(), [warming]) == [warming]

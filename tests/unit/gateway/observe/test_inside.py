@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from gateway.metrics import Metrics
-from policies.foreign import Share, foreign
+from policies.foreign import Share
 from policies.health import State
-from policies.model import EndpointLoad
+from policies.ledger import foreign
+from policies.load import EndpointLoad
 
 
 def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:

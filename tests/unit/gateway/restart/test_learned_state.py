@@ -12,11 +12,11 @@ from gateway.restart.channel import LENGTH, BoundTo, Offer, pack
 from policies import saved_state
 from policies.dual import Priced, PricedAdmission
 from policies.fingerprint import Fingerprint, Fingerprinter
-from policies.latency import FILLS, Belief, shape_for
 from policies.lengths import OutputLengths
 from policies.prefix_index import PrefixIndex
 from policies.quota import Limits, Quota
 from policies.saved_state import AdmissionState, BeliefState, Blocks, SessionState
+from policies.step_time import FILLS, Belief, shape_for
 
 CAP_BYTES = 8 << 20
 PROMPTS = Fingerprinter(b"secret" * 6, 64)

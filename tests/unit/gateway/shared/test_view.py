@@ -10,8 +10,8 @@ from gateway.roster import LiveEndpoint
 from gateway.shared import words
 from gateway.shared.bus import FRAME_CAP_BYTES
 from policies.admission import capacity
-from policies.foreign import own
 from policies.health import Event
+from policies.ledger import own
 from tests.unit.gateway.shared.fleet import SECRET, Gateway, run, turn, warm
 
 PROMPT = Random(1).randbytes(64 * 200)

@@ -21,7 +21,8 @@ from policies import ledger, registry, run
 from policies.contract import Policy, Weighted
 from policies.filters import available
 from policies.fingerprint import Fingerprinter
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Pick, Request
 from policies.pickers import best
 from tests.replaced import stand_in
 from tests.unit.gateway.reload.running import running

@@ -1,4 +1,4 @@
-"""What a run amounts to, from records made by hand."""
+"""Figures of a run, from hand-made records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def test_rates_are_of_the_span_in_which_requests_came() -> None:
 
 
 def test_refused_and_lost_requests_are_offered_ones_that_were_not_good() -> None:
-    told = figures(run(record(0.0), record(1.0, None, end=End.SHED, reason="price"), record(2.0, None, end=End.LOST)))
+    told = figures(
+        run(
+            record(0.0),
+            record(1.0, None, end=End.SHED, reason="price"),
+            record(2.0, None, end=End.LOST),
+        )
+    )
     assert told.attainment == pytest.approx(1 / 3)
     assert told.ends == {"served": 1, "shed": 1, "lost": 1}
     assert told.reasons == {"price": 1}
@@ -58,24 +64,30 @@ def test_warm_up_does_not_count() -> None:
     assert figures(run(record(0.0, ttft=9.0), record(10.0)), from_s=5.0).attainment == 1.0
 
 
-def test_where_nothing_counts_no_promise_was_kept() -> None:
+def test_without_counted_requests_attainment_is_zero() -> None:
     assert figures(run(record(0.0), record(10.0)), from_s=60.0).attainment == 0.0
 
 
-def test_hits_are_told_of_all_prompts_and_of_what_an_endless_cache_had() -> None:
+def test_hits_are_reported_of_all_prompts_and_of_an_unlimited_cache() -> None:
     told = figures(
-        run(record(0.0, cached_tokens=200, ideal_tokens=400), record(1.0, cached_tokens=100, ideal_tokens=200))
+        run(
+            record(0.0, cached_tokens=200, ideal_tokens=400),
+            record(1.0, cached_tokens=100, ideal_tokens=200),
+        )
     )
     assert (told.hit_ratio, told.of_ideal) == (0.15, 0.5)
 
 
-def test_waste_is_what_was_computed_for_nobody() -> None:
+def test_waste_is_prefill_of_unserved_requests() -> None:
     told = figures(run(record(0.0), record(1.0, None, end=End.LEFT, wasted_tokens=250)))
     assert told.wasted == 0.2
 
 
 def test_imbalance_is_the_busiest_over_the_mean() -> None:
-    groups = [GroupTotals("a", prompt_tokens=300, cached_tokens=100), GroupTotals("b", output_tokens=100)]
+    groups = [
+        GroupTotals("a", prompt_tokens=300, cached_tokens=100),
+        GroupTotals("b", output_tokens=100),
+    ]
     assert figures(run(record(0.0), groups=groups)).imbalance == pytest.approx(4 / 3)
 
 
@@ -97,9 +109,16 @@ def test_errors_of_predictions_are_relative_to_what_came() -> None:
     assert told.ttft_error_p50 == pytest.approx(0.2)
 
 
-def test_first_retries_count_those_who_came_again() -> None:
+def test_first_retries_count_returning_clients() -> None:
     returned = record(0.0, refusals=1)
-    told = figures(run(returned, record(1.0, refusals=2), record(2.0, None, refusals=1, end=End.SHED), record(3.0)))
+    told = figures(
+        run(
+            returned,
+            record(1.0, refusals=2),
+            record(2.0, None, refusals=1, end=End.SHED),
+            record(3.0),
+        )
+    )
     assert told.at_first_retry == 0.5
 
 
