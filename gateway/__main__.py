@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """The entry point of the command `penstock`."""
     try:
-        from gateway import cli
+        from gateway.cli import main as cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -18,46 +18,47 @@ from time import monotonic
 
 from aiohttp import web
 
-from gateway import admin, api
-from gateway.account import AccessLog, Accounts
+from gateway.admin import server as admin
+from gateway.admission.controller import Gate
 from gateway.config import Config, Listener, Loaded
-from gateway.connections import ClientConnections
-from gateway.discovery.discovery import Discovery, made
-from gateway.endpoints import EndpointTable
-from gateway.forwarded import TrustedProxies
-from gateway.front import Front
-from gateway.gate import Gate
-from gateway.litter import Litter
-from gateway.lobby import Lobby
-from gateway.metrics import Metrics
-from gateway.networks import Networks
-from gateway.observe.export import Tracer
-from gateway.observe.inside import pools
-from gateway.origin import Local, Origin
-from gateway.outbox import Outbox
-from gateway.ports import http_url, named
-from gateway.prefixes import Prefixes
-from gateway.reload.follow import Follow
+from gateway.disagg.handoffs import Handoffs
+from gateway.fleet.discovery.discovery import Discovery, made
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.health_checks import Watcher
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.fleet.speed_monitor import GLANCE_S
+from gateway.http import models_api
+from gateway.http.aiohttp_connection import Lobby
+from gateway.http.client_connections import ClientConnections
+from gateway.http.fast_connection import Front
+from gateway.http.listener_sockets import ADMIN, API, BACKLOG, bind, bound_send_buffers
+from gateway.http.tls_clients import redis_settings
+from gateway.http.tls_listener import Accept, TlsListeners
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.runtime_gauges import pools
+from gateway.peers.bus import ID_BYTES, Bus
+from gateway.peers.frame_auth import Seal
+from gateway.peers.local_bus import LocalBus
+from gateway.peers.sync_loop import Pump
+from gateway.peers.view import View
+from gateway.protocol.forwarded import TrustedProxies
+from gateway.reload.auto_rollback import GatewayOnTrial, Trial
+from gateway.reload.file_watcher import Follow
+from gateway.reload.history import Versions
 from gateway.reload.reloader import Reloader
+from gateway.reload.snapshot import build
 from gateway.reload.swap import Swap, discovered, furnish
-from gateway.reload.trial import GatewayOnTrial, Trial
-from gateway.reload.versions import Versions
 from gateway.restart.channel import BoundTo
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.sockets import ADMIN, API, BACKLOG, bind, bound_send_buffers
+from gateway.restart.start_options import Local, Origin
 from gateway.route import Gateway
 from gateway.serve import Beginning
-from gateway.shared.bus import ID_BYTES, Bus
-from gateway.shared.local import LocalBus
-from gateway.shared.pump import Pump
-from gateway.shared.seal import Seal
-from gateway.shared.view import View
-from gateway.snapshot import build
-from gateway.speed_monitor import GLANCE_S
-from gateway.split.handoffs import Handoffs
-from gateway.tls_clients import redis_settings
-from gateway.tls_listener import Accept, TlsListeners
-from gateway.watch.watcher import Watcher
+from gateway.telemetry.accounting import AccessLog, Accounts
+from gateway.telemetry.otlp import Tracer
+from gateway.util.addresses import http_url, named
+from gateway.util.gc_control import Litter
+from gateway.util.networks import Networks
 
 log = logging.getLogger("penstock")
 
@@ -347,7 +348,7 @@ class App:
         bus: Bus
         if shared is not None:
             # Imported here because it takes 60 ms.
-            from gateway.shared.redis import Place, RedisBus
+            from gateway.peers.redis_bus import Place, RedisBus
 
             password = None if shared.redis.password is None else shared.redis.password.reveal()
             encryption = redis_settings(shared.redis.url, shared.redis.tls)
@@ -371,7 +372,7 @@ class App:
 
     async def _connection_factory(self) -> Callable[[], Front]:
         """Return the factory of protocols for client connections."""
-        server = api.application(lambda: self.gateway.snapshot)
+        server = models_api.application(lambda: self.gateway.snapshot)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)

@@ -22,9 +22,9 @@ from typing import Any
 import uvloop
 
 from gateway.app import App
-from gateway.origin import Origin
 from gateway.restart import notify
 from gateway.restart.learned_state import booked, collect
+from gateway.restart.start_options import Origin
 from gateway.restart.successor import HandoverError, Successor
 
 log = logging.getLogger("penstock")

@@ -1,6 +1,6 @@
 """What the request path works with: routes, the snapshot and the gateway's live parts.
 
-Only values and references live here. snapshot.py builds snapshots from a configuration,
+Only values and references live here. gateway/reload/snapshot.py builds snapshots from a configuration,
 reload/swap.py puts them in force, and serve.py takes a request along its route.
 """
 
@@ -11,23 +11,23 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.account import Accounts
-from gateway.answer import Failure, GatewayError
-from gateway.booking import Booking
-from gateway.cache_salts import CacheSalts
-from gateway.canary import Chosen, Sides
-from gateway.client import Client
+from gateway.admission.controller import Gate, Room
 from gateway.config import Config, Resume
-from gateway.endpoints import EndpointTable
+from gateway.disagg.handoffs import Handoffs
+from gateway.disagg.pairing import SplitRoute
 from gateway.exchange import Exchange
-from gateway.gate import Gate, Room
-from gateway.hedge import Hedger
-from gateway.openai import Call
-from gateway.relay import Relay
-from gateway.shadow import Shadows
-from gateway.slo import Levels
-from gateway.split.handoffs import Handoffs
-from gateway.split.pairing import SplitRoute
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.http.client import Client
+from gateway.legs.hedge import Hedger
+from gateway.protocol.cache_salts import CacheSalts
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.openai import Call
+from gateway.protocol.relay import Relay
+from gateway.protocol.service_class import Levels
+from gateway.telemetry.accounting import Accounts
+from gateway.trials.canary import Chosen, Sides
+from gateway.trials.shadow import Shadows
 from policies.contract import Policy
 from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
 

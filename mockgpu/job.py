@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from mockgpu.handoff.legs import Give, Offered, Take
+from mockgpu.leg_params import Give, Offered, Take
 from mockgpu.roofline import Work
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv import Words
+    from mockgpu.kv_contents import Words
 
 
 class State(Enum):
@@ -32,7 +32,7 @@ class Content(Protocol):
     """The content of a job's KV, and its text if the KV turns out wrong."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer (kv.py)."""
+        """Return the states of tokens [start, end) of prompt and answer (mockgpu/kv_contents.py)."""
         ...
 
     def spoil(self, taint: int) -> None:

@@ -98,7 +98,7 @@ class Policy(msgspec.Struct, frozen=True):
                     if no policy does, these are not updated
     price_terms     names the parts of each candidate's score, for explanations
     phase_prices    prices single phases of a request, so that the policy can also decide about
-                    splitting (split.py)
+                    splitting (policies/pricing/split.py)
 
     `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other
     fields.

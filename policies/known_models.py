@@ -1,7 +1,7 @@
 """Attention heads of well-known models by name, to determine which TP sizes an engine accepts.
 
 Source: `num_attention_heads` and `num_key_value_heads` in each model's published config.json. Sizes
-and speeds are in step_time.py.
+and speeds are in policies/engine/step_time.py.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ the forecast. Health, the prefix index and sockets are the gateway's.
 
 from __future__ import annotations
 
-from policies import foresight, outlook
-from policies.foreign import FIELDS, NOTHING, Share
+from policies.engine import load_forecast
+from policies.engine.engine_timeline import STALE_S, Timeline
+from policies.engine.peer_load import FIELDS, NOTHING, Share
+from policies.engine.queued_prompt import Prompt
+from policies.latency import ttft_simulation
 from policies.load import EndpointLoad
 from policies.model import Request
-from policies.queued_prompt import Prompt
-from policies.timeline import STALE_S, Timeline
 
 
 class Entry(Prompt):
@@ -106,12 +107,12 @@ class Entry(Prompt):
         self._booked_at = now
         if handed:
             self._first_s: float | None = None
-            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
+            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
             timeline.expect(load, self)
         else:
             self._place()
-            self._first_s = first_s = foresight.ttft_s(timeline, load, self, now)
-            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
+            self._first_s = first_s = ttft_simulation.ttft_s(timeline, load, self, now)
+            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
     def _place(self) -> None:

@@ -6,9 +6,9 @@ and drains.
 
 from __future__ import annotations
 
-from policies.engine_load import EngineLoad
-from policies.step_time import Belief
-from policies.timeline import Timeline
+from policies.engine.engine_load import EngineLoad
+from policies.engine.engine_timeline import Timeline
+from policies.engine.step_time import Belief
 
 NO_CEILING = 1 << 30
 

@@ -11,8 +11,8 @@ from random import Random
 
 import msgspec
 
-from policies.fingerprint import Fingerprint
 from policies.load import EndpointLoad
+from policies.prefix.fingerprint import Fingerprint
 
 
 class Role(StrEnum):

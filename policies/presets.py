@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.bounds import Amount
 from policies.contract import Filter, Policy, Scorer, Weighted
+from policies.param_types import Amount
 
 ORDINARY: tuple[Filter, ...] = (
     filters.available,

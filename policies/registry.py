@@ -14,7 +14,7 @@ import msgspec
 
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
-from policies.price import Priced
+from policies.pricing.price import Priced
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv
 from policies.published.llmd_blend import LlmdBlend

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from policies.kalman import MOST_CORRECTION
-from policies.prefix_index import MAX_SLOTS, _count_extra, _stamps
-from policies.quota import Limits
-from policies.sessions import Session
-from policies.step_time import Shape
+from policies.admission.quota import Limits
+from policies.admission.sessions import Session
+from policies.engine.kalman import MOST_CORRECTION
+from policies.engine.step_time import Shape
+from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
 
 if TYPE_CHECKING:
-    from policies.dual import PricedAdmission
-    from policies.kalman import Kalman
-    from policies.lengths import OutputLengths
-    from policies.prefix_index import PrefixIndex
-    from policies.quota import Quota
-    from policies.step_time import Belief
+    from policies.admission.priced import PricedAdmission
+    from policies.admission.quota import Quota
+    from policies.engine.kalman import Kalman
+    from policies.engine.output_length import OutputLengths
+    from policies.engine.step_time import Belief
+    from policies.prefix.prefix_index import PrefixIndex
 
 BLOCKS = 512
 """Number of index blocks in one value: about half a millisecond of work."""

@@ -1,6 +1,6 @@
 """Rules for layouts: TP sizes that an engine rejects, too many GPUs, TP across slow links.
 
-They read plain data, like checks.py.
+They read plain data, like gateway/config/cross_checks.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path
+from gateway.config.rule_findings import Finding, get, items
 from gateway.config.tree import Hardware
 from policies.known_models import AttentionShape, attention_shape, tp_problem
 

@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import checks, tls_files
+from gateway.config import cross_checks, tls_files
 from gateway.config.file_reader import raw_bytes, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
-from gateway.config.source import Resolved, Source, parse
-from gateway.config.tls import FOLDER
+from gateway.config.tls_sections import FOLDER
 from gateway.config.tree import Config
+from gateway.config.yaml_source import Resolved, Source, parse
 
 SCHEMA_ID = "urn:penstock:config:v1"
 MASK = "**********"
@@ -106,16 +106,16 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
         tls_files.examine(config, source)
     except ValidationError as error:
         _add_problems(source, error)
-    for finding in checks.errors(source.data):
+    for finding in cross_checks.errors(source.data):
         source.fail(finding.path, finding.message, key=finding.on_key)
     if source.problems or config is None:
         raise ConfigError(source.problems.values(), source.references)
     doubts = [
         source.problem(finding.path, finding.message, key=finding.on_key)
-        for finding in checks.warnings(source.data)
+        for finding in cross_checks.warnings(source.data)
     ]
     doubts += source.doubts
-    in_clear = list(checks.secrets_in_clear(source.data))
+    in_clear = list(cross_checks.secrets_in_clear(source.data))
     return Loaded(
         config,
         tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gateway.config.problems import Path
-from gateway.config.source import references_in, written_values
+from gateway.config.yaml_source import references_in, written_values
 
 NEW_REFERENCE = (
     "was sent over HTTP and has a reference that the running configuration does not have at such "

@@ -1,4 +1,4 @@
 """Observability: gauges read at a scrape, traces, and generated dashboards and rules.
 
-Not here: the catalogue of metrics that these are generated from (metrics.py).
+Not here: the catalogue of metrics that these are generated from (gateway/metrics/catalogue.py).
 """

@@ -1,7 +1,7 @@
 """The reload transaction: a configuration is read, built, dry-run and applied, or rejected.
 
 All triggers use the same path, one at a time. Lives here: the order of the steps, the history and
-the messages. Not here: the triggers (file_watcher.py, pages.py, app.py) and how a configuration is
+the messages. Not here: the triggers (file_watcher.py, gateway/admin/config_pages.py, app.py) and how a configuration is
 swapped in (swap.py).
 """
 
@@ -16,14 +16,14 @@ from time import perf_counter, time
 import msgspec
 
 from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
-from gateway.config.compare import Change, changes
+from gateway.config.diff import Change, changes
 from gateway.config.file_reader import raw_bytes, read_file
 from gateway.config.references import unresolvable
-from gateway.config.source import parse
-from gateway.metrics import Metrics
-from gateway.reload import versions
+from gateway.config.yaml_source import parse
+from gateway.metrics.catalogue import Metrics
+from gateway.reload import history as versions
+from gateway.reload.history import Version, Versions
 from gateway.reload.swap import CannotServe, Swap
-from gateway.reload.versions import Version, Versions
 
 log = logging.getLogger("penstock")
 

@@ -12,16 +12,16 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from gateway.admission.controller import Room
 from gateway.config import Config
 from gateway.config.problems import Path
-from gateway.gate import Room
-from gateway.metrics import Metrics
-from gateway.reload.generations import Generations
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.health_checks import Watcher
+from gateway.metrics.catalogue import Metrics
 from gateway.reload.reachability import unreachable_pool
-from gateway.roster import LiveEndpoint
+from gateway.reload.snapshot import Plan, build
+from gateway.reload.snapshot_gc import Generations
 from gateway.route import Gateway, Snapshot
-from gateway.snapshot import Plan, build
-from gateway.watch.watcher import Watcher
 from policies import run
 from policies.model import Ask, Request
 
@@ -39,7 +39,7 @@ class CannotServe(Exception):
 
 
 class Swap:
-    """Replaces the snapshot in force. The only writer of `gateway.snapshot`.
+    """Replaces the snapshot in force. The only writer of `gateway.reload.snapshot`.
 
     start_discovery  called with each configuration that is put in force
     """

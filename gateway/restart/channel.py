@@ -12,9 +12,16 @@ from struct import Struct
 
 import msgspec
 
-from policies.foreign import Share
-from policies.health import Health
-from policies.saved_state import AdmissionState, BeliefState, Blocks, HolderState, LengthState, QuotaState
+from policies.engine.peer_load import Share
+from policies.health.health import Health
+from policies.saved_state import (
+    AdmissionState,
+    BeliefState,
+    Blocks,
+    HolderState,
+    LengthState,
+    QuotaState,
+)
 
 VERSION = 1
 ENVIRONMENT = "PENSTOCK_PREDECESSOR_FD"

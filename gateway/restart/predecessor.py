@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from gateway.config import Config
-    from gateway.restart.sockets import Sockets
+    from gateway.http.listener_sockets import Sockets
     from gateway.route import Gateway
 
 log = logging.getLogger("penstock")

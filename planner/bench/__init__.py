@@ -1,7 +1,7 @@
 """Load on an OpenAI server, and its results: `await run(plan)` returns a Report.
 
 Contains workloads, open and closed loop, timing of streamed answers, and JSON for other tools.
-Trace readers are in planner/traces, the comparison with other gateways in tests/bench.
+Trace readers are in planner/traces, the comparison with other gateways in bench.
 """
 
 from planner.bench.client import BenchError, Client, Record

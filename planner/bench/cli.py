@@ -23,7 +23,7 @@ from planner.bench.loops import Watch, run
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report
 from planner.bench.show import Live, lines, table
-from planner.files import writable
+from planner.output_files import writable
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")

@@ -15,8 +15,8 @@ from random import Random
 
 import msgspec
 
+from planner.text_generator import text
 from planner.traces import read_mooncake
-from planner.words import text
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 side.
 """
 
-from planner.plan.case import Case, CaseError, Taken, cases
 from planner.plan.plan import Plan, PoolPlan, plan
+from planner.plan.pool_case import Case, CaseError, Taken, cases
 from planner.plan.recent import Recent, recent
 from planner.plan.show import as_plain, show
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.plan.case import Case
+from planner.plan.pool_case import Case
 from planner.plan.recent import Recent
-from planner.replay.figures import Figures, figures
 from planner.replay.fleet import replay
 from planner.replay.options import Options
+from planner.replay.results import Figures, figures
 from planner.replay.traffic import Traffic
 from planner.traces.access import arrived_s
 from planner.traces.shape import TraceRequest

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.plan.plan import Plan, PoolPlan
-from planner.replay.figures import Figures, Share
+from planner.replay.results import Figures, Share
 
 NO_BLOCKS = (
     "the log has no block ids of prompts (observability.access_blocks): nothing is cached here, "

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner.files import writable
+from planner.output_files import writable
 from planner.replay import arguments
 from planner.replay.options import Clients, Options
 from planner.replay.record import End
@@ -25,7 +25,7 @@ from planner.replay.sweep import Contest, Standing, Unjudged, compare
 from planner.replay.tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 from policies.registry import PolicyConfigError
 
 _EXPECTED = 350

@@ -13,8 +13,8 @@ from math import inf
 from operator import itemgetter
 
 from mockgpu.blocks import BlockPool
+from mockgpu.decode_run import MOST_STEPS, Run
 from mockgpu.job import Job, Plan
-from mockgpu.leap import MOST_STEPS, Run
 from mockgpu.roofline import Roofline
 from mockgpu.scheduler import Scheduler
 

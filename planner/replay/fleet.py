@@ -16,28 +16,28 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from mockgpu.handoff.legs import Take
 from mockgpu.job import Job, State
-from planner.replay.chain import Ideal, keys_of
-from planner.replay.door import Door
-from planner.replay.flight import Flight
-from planner.replay.front import Front
+from mockgpu.leg_params import Take
+from planner.replay.admission_sim import Door
+from planner.replay.block_chain import Ideal, keys_of
+from planner.replay.disagg_sim import Halves
+from planner.replay.fault_events import Happenings
+from planner.replay.gateway_sim import Front
 from planner.replay.group import Group
-from planner.replay.halves import Halves
-from planner.replay.happenings import Happenings
-from planner.replay.hedges import Hedges
+from planner.replay.hedge_sim import Hedges
+from planner.replay.inflight import Flight
 from planner.replay.options import Options, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
-from planner.replay.speeds import Speeds
+from planner.replay.speed_monitor_sim import Speeds
 from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
-from policies.admission import Admission, WaitingRoom
+from policies.admission.admission import Admission, WaitingRoom
+from policies.admission.fairness import FairShares
+from policies.admission.wait_queue import Room
 from policies.contract import Policy
-from policies.fairness import FairShares
 from policies.model import Ask, Candidate, Pick, Role
-from policies.waiting import Room
 
 MOST_TRIES = 3
 """Attempts of one request before its first token, like the gateway's retries."""

@@ -15,10 +15,10 @@ from mockgpu.roofline import Roofline
 from planner.replay.engine import Engine
 from planner.replay.record import GroupTotals
 from planner.replay.spec import Kind
+from policies.engine.step_time import Belief, Shape, shape_for
+from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Layout
-from policies.speed_record import SpeedRecord
-from policies.step_time import Belief, Shape, shape_for
 
 UNCAPPED = 1 << 30
 

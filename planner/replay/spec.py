@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
+from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.hardware import Gpu, gpu_named
-from mockgpu.llm import Llm, kv_capacity_tokens, model_named
+from mockgpu.model_shapes import Llm, kv_capacity_tokens, model_named
 from mockgpu.roofline import Profile, Roofline, profile_named
-from planner.words import BLOCK_TOKENS
+from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
-from policies.split import SplitRule
+from policies.pricing.split import SplitRule
 
 MOST_GROUPS = 4096
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planner.replay.capacity import Capacity, capacity
-from planner.replay.figures import Figures, figures
 from planner.replay.fleet import replay
 from planner.replay.options import Options
 from planner.replay.record import Run
+from planner.replay.results import Figures, figures
 from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic, traffic, users
 from planner.traces.mix import scaled
 from planner.traces.shape import TraceRequest
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 
 Progress = Callable[[str, float], None]
 """Called with the name of a running replay, and the share of its requests that have ended."""

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import BlockId, Tokens, TraceRequest, parsed
-from planner.words import BYTES_PER_TOKEN
 
 _EVENTS_WITHOUT_TOKENS = 2
 """Events of a stream without a token: the role at its beginning or the usage at its end, and

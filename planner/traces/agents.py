@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import PRIVATE, TRACE_BITS, Tokens, TraceError, TraceRequest, parsed
-from planner.words import BLOCK_TOKENS
 
 MOST_CONTEXT = 128 * 1024
 """Requests above it are left out with all that follow them, because the simulated models accept no

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import TraceRequest
-from planner.words import BLOCK_TOKENS
 
 _OWN = 1 << 40
 

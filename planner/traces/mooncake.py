@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, lines_of, parsed
-from planner.words import BLOCK_TOKENS
 
 GRID_S = 3.0
 """Mooncake's timestamps are on a grid of three seconds.

@@ -15,7 +15,7 @@ from typing import IO, Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from planner.words import BLOCK_TOKENS, BYTES_PER_TOKEN, block
+from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN, block
 
 Row = TypeVar("Row")
 

@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from policies.bounds import Amount, Count, Number, Share
 from policies.contract import Policy, Weighted
-from policies.fingerprint import Fingerprint
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Count, Number, Share
+from policies.prefix.fingerprint import Fingerprint
 from policies.presets import ORDINARY, Preset
 from policies.published.mooncake import soonest
 from policies.published.view import held

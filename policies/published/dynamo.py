@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount, Number
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Number
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 

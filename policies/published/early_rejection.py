@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import (
+from policies.admission.admission import (
     Admission,
     AdmissionPreset,
     Cap,
@@ -14,10 +14,10 @@ from policies.admission import (
     crowd,
     no_capacity,
 )
-from policies.appraisal import appraise
-from policies.bounds import Amount
-from policies.latency import tpot_s
+from policies.latency.latency import tpot_s
 from policies.model import Ask, Candidate
+from policies.param_types import Amount
+from policies.pricing.cost_estimate import appraise
 
 
 class EarlyRejection(AdmissionPreset, frozen=True):

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held, kv_used, queued
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from policies import pickers
-from policies.bounds import Amount, Share
 from policies.contract import Filter, Policy, Scorer, Weighted
-from policies.latency import tpot_s
+from policies.latency.latency import tpot_s
 from policies.model import STANDARD, Ask, Candidate
+from policies.param_types import Amount, Share
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held, ttfts
 

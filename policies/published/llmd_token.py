@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from policies import pickers, scorers
-from policies.bounds import Amount, Positive, Share
 from policies.contract import Filter, Policy, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Positive, Share
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policies import pickers, scorers
-from policies.bounds import Amount
 from policies.contract import Policy, Weighted
+from policies.param_types import Amount
 from policies.presets import ORDINARY, Preset
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount, Count, Positive
 from policies.contract import Policy, Weighted
-from policies.latency import tpot_s
+from policies.latency.latency import tpot_s
 from policies.load import EndpointLoad
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Count, Positive
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held, prefill_s
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import (
+from policies.admission.admission import (
     Admission,
     AdmissionPreset,
     Cap,
@@ -16,8 +16,8 @@ from policies.admission import (
     crowd,
     no_capacity,
 )
-from policies.bounds import Amount, Exponent, Positive
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Exponent, Positive
 from policies.published.view import is_fresh, kv_used, queued
 
 BEYOND = 1e3

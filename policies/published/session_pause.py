@@ -6,9 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, Outcome, RoomView, Shed, Verdict
-from policies.bounds import Amount, Count, Number, Positive
+from policies.admission.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    Outcome,
+    RoomView,
+    Shed,
+    Verdict,
+)
 from policies.model import Ask, Candidate, Pick, Request
+from policies.param_types import Amount, Count, Number, Positive
 
 
 class SessionPause(AdmissionPreset, frozen=True):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount, Count, Share
 from policies.contract import Policy, Scorer, Weighted
 from policies.load import EndpointLoad
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Count, Share
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "planner": {"policies", "mockgpu"},
 }
 # The command line gathers every room's commands, inside functions, so that serving never loads them.
-LAZY_IMPORTS = {"gateway/cli.py": {"mockgpu", "planner"}}
+LAZY_IMPORTS = {"gateway/cli/main.py": {"mockgpu", "planner"}}
 IMPURE = {"aiohttp", "asyncio", "os", "redis", "secrets", "socket", "subprocess", "threading", "time", "uvloop"}
 RANDOM_TYPE_ONLY = {"random": {"Random"}}
 # kvtransfer reaches the machine in these files and in transports/; the rest of it is plain functions and state.
@@ -32,7 +32,7 @@ MAY_DO_IO = {
 }
 UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"compile", "eval", "exec"}
-# A request runs as an errand until it must wait as a Task (gateway/errand.py): what asks for the current Task would
+# A request runs as an errand until it must wait as a Task (gateway/http/eager_task.py): what asks for the current Task would
 # find none, or somebody else's. `within` makes one first; the lobby's requests have one.
 NEED_A_TASK = {"current_task", "timeout", "timeout_at", "wait_for"}
 MAY_NEED_A_TASK = {"errand.py": {"timeout"}, "lobby.py": {"current_task"}}
@@ -127,7 +127,7 @@ def test_nothing_on_a_requests_path_asks_for_a_task_that_may_not_be_there(path: 
     name = path.relative_to(ROOT / "gateway")
     if name.parts[0] not in OFF_THE_REQUESTS_PATH:
         used = taken_from_asyncio(ast.parse(path.read_text())) & NEED_A_TASK
-        assert used == MAY_NEED_A_TASK.get(name.as_posix(), set()), "see `within` in gateway/errand.py"
+        assert used == MAY_NEED_A_TASK.get(name.as_posix(), set()), "see `within` in gateway/http/eager_task.py"
 
 
 @pytest.mark.parametrize("line", ["async with asyncio.timeout(1): ...", "from asyncio import wait_for as bounded"])

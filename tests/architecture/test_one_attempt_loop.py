@@ -1,4 +1,4 @@
-"""One loop picks, books and sends: `attempts` in gateway/attempts.py. Read from the source.
+"""One loop picks, books and sends: `attempts` in gateway/proxy/attempts.py. Read from the source.
 
 A retry is a decision with a budget, a health check and a list of endpoints that have failed. A
 second loop over picks would need all of that a second time, and would soon differ.

@@ -7,11 +7,11 @@ from itertools import repeat
 
 import pytest
 
-from kvtransfer import landing, outlet, sink
-from kvtransfer.credits import Credits
-from kvtransfer.sink import SinkBook
+from kvtransfer.contract import Verdict
+from kvtransfer.transfer import receive_tracker, send_queue, sink
+from kvtransfer.transfer.flow_control import Credits
+from kvtransfer.transfer.sink import SinkBook
 from kvtransfer.transports import inproc
-from kvtransfer.transports.base import Verdict
 from tests.chaos.kv_trials import FAULTS, trial
 
 
@@ -49,7 +49,7 @@ def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "_still_current", lambda *_: lambda: True)
+    monkeypatch.setattr(send_queue, "_still_current", lambda *_: lambda: True)
 
 
 def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing._Spans, "add", lambda *_: True)
+    monkeypatch.setattr(receive_tracker._Spans, "add", lambda *_: True)
 
 
 def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.transports.tls import TlsLink
+from kvtransfer.transports.tls_links import TlsLink
 from mockgpu.text import expected_text
 from tests.contract.kvtransfer.links import tls_files
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair

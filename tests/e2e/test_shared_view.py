@@ -18,7 +18,16 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import CACHE_FIRST, KEY, TENANT_KEY, endpoints, heard_out, metric, sharing, until
+from tests.e2e.shared_house import (
+    CACHE_FIRST,
+    KEY,
+    TENANT_KEY,
+    endpoints,
+    heard_out,
+    metric,
+    sharing,
+    until,
+)
 from tests.fair_time import PATIENCE_S, pace
 from tests.redis_server import RedisServer, redis_server
 

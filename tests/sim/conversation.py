@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest, read_mooncake
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"

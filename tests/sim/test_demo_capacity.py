@@ -8,9 +8,9 @@ from statistics import mean
 
 import pytest
 
-from gateway import demo
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from gateway.cli import demo
+from mockgpu.gpus import gpu_named
+from mockgpu.model_shapes import model_named
 from mockgpu.roofline import Roofline, Work, profile_named
 from planner.bench.workloads import shapes
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from planner.replay import Fault, FleetSpec, Kind, Options, Run, Trouble, replay, traffic
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 

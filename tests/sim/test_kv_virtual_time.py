@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.clock import VirtualClock
-from kvtransfer.ends import Reason
-from kvtransfer.handles import Handle
-from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.options import Options
-from kvtransfer.regions import Region
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.transfer.handles import Handle
 from kvtransfer.transports.inproc import Inproc, Weather, Wire
+from kvtransfer.util.clock import VirtualClock
+from kvtransfer.util.options import Options
 
 LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=32, dtype=KvDtype.BF16, block_tokens=16)
 BLOCKS = 200

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mockgpu.ask import ApiError
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
+from mockgpu.request_parser import ApiError
 from planner.replay import FleetSpec, Kind, Options, Record, replay, traffic
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation

@@ -7,11 +7,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from planner.replay import Clients, FleetSpec, Options, Run, replay, traffic
-from planner.traces.shape import PRIVATE
-from policies import registry
-from policies.admissions import build_admission
-from tests.load.overload_plan import (
+from bench.load.overload_plan import (
     GROUP,
     OPENED_S,
     POLICY,
@@ -22,6 +18,10 @@ from tests.load.overload_plan import (
     arrivals,
     trace_request,
 )
+from planner.replay import Clients, FleetSpec, Options, Run, replay, traffic
+from planner.traces.shape import PRIVATE
+from policies import registry
+from policies.admission_registry import build_admission
 
 STREAMS, CAPACITY_PER_S = 150, 7.6  # a quarter of the live ones, as of the groups
 PHASES = (Phase("before", 50.0, 0.5), Phase("spike", 30.0, 2.0), Phase("after", 45.0, 0.5))

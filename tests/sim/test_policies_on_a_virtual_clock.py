@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.figures import Figures, figures
+from planner.replay.results import Figures, figures
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation, shared_cache_hit_ratio

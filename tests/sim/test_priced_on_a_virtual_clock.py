@@ -12,14 +12,14 @@ from itertools import count
 import msgspec
 import pytest
 
+from bench.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
 from planner.replay import FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.figures import Figures, figures
+from planner.replay.results import Figures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scaled
 from planner.traces.shape import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import STANDARD
-from tests.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
 from tests.sim import conversation as excerpt
 
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)

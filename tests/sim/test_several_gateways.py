@@ -16,16 +16,16 @@ import pytest
 
 from mockgpu.job import Job
 from planner.replay import FleetSpec, Options, traffic
-from planner.replay.figures import figures
 from planner.replay.fleet import Fleet
-from planner.replay.flight import Flight
-from planner.replay.front import INDEX_BYTES
+from planner.replay.gateway_sim import INDEX_BYTES
 from planner.replay.group import Group
+from planner.replay.inflight import Flight
+from planner.replay.results import figures
 from policies import registry
-from policies.fingerprint import Fingerprint
 from policies.ledger import foreign, own
 from policies.model import Ask, Candidate, Pick
-from policies.prefix_index import PrefixIndex
+from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.prefix_index import PrefixIndex
 from tests.sim.conversation import conversation
 from tests.sim.test_policies_on_a_virtual_clock import GROUP
 

@@ -11,7 +11,7 @@ from planner.replay.options import Fault
 from planner.replay.record import Run
 from planner.traces import scaled, sliced
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 from tests.sim.conversation import conversation
 
 LOST_S, BACK_S, RAMP_S, GROUPS = 30.0, 40.0, 10.0, 8

@@ -12,9 +12,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gateway.shared import redis as shared
-from gateway.shared.redis import Place, RedisBus
-from gateway.shared.redis_error import describe_redis_error
+from gateway.peers import redis_bus as shared
+from gateway.peers.redis_bus import Place, RedisBus
+from gateway.peers.redis_error import describe_redis_error
 from tests.fair_time import PATIENCE_S
 from tests.redis_server import redis_server
 

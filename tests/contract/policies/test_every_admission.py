@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from policies import admissions
-from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
+from policies import admission_registry
+from policies.admission.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
 from policies.model import Ask, Candidate, Pick, Request, Slo
 from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot
 from tests.unit.policies.builders import View
 
-pytestmark = pytest.mark.parametrize("name", admissions.names())
+pytestmark = pytest.mark.parametrize("name", admission_registry.names())
 
 
 def view(rng: Random, candidates: list[Candidate]) -> View:
@@ -83,18 +83,18 @@ def check(number: int, verdict: object) -> None:
 
 
 def test_every_verdict_is_well_formed(name: str) -> None:
-    for number, verdict in verdicts(admissions.build_admission(name, {}), 1):
+    for number, verdict in verdicts(admission_registry.build_admission(name, {}), 1):
         check(number, verdict)
 
 
 def test_a_verdict_is_whole_whatever_parameters_are_taken(name: str) -> None:
-    for made in builds(admissions.build_admission, name, admissions.params_type(name)):
+    for made in builds(admission_registry.build_admission, name, admission_registry.params_type(name)):
         for number, verdict in verdicts(made, 3):
             check(number, verdict)
 
 
 def test_nothing_is_admitted_without_an_available_endpoint(name: str) -> None:
-    admission = admissions.build_admission(name, {})
+    admission = admission_registry.build_admission(name, {})
     for number, ask, candidates in cases():
         room = view(ask.rng, candidates)
         if not room.capacity:
@@ -103,10 +103,10 @@ def test_nothing_is_admitted_without_an_available_endpoint(name: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:
-    first, second = (admissions.build_admission(name, {}) for _ in range(2))
+    first, second = (admission_registry.build_admission(name, {}) for _ in range(2))
     assert verdicts(first, 2) == verdicts(second, 2)
 
 
 def test_two_builds_share_no_memory(name: str) -> None:
-    assert admissions.build_admission(name, {}) is not admissions.build_admission(name, {})
-    assert admissions.build_admission(name, {}).name == name
+    assert admission_registry.build_admission(name, {}) is not admission_registry.build_admission(name, {})
+    assert admission_registry.build_admission(name, {}).name == name

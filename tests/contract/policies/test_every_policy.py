@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from policies import registry
-from policies.fingerprint import Fingerprinter
 from policies.load import EndpointLoad
 from policies.model import STANDARD, Ask, Candidate, Endpoint, Request, Slo
+from policies.prefix.fingerprint import Fingerprinter
 from policies.run import pick, refusal
 from tests.contract.policies.extremes import builds
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from policies import admissions, ledger, registry
+from policies import admission_registry, ledger, registry
 from policies.model import Ask, Candidate
 from policies.run import pick
 from tests.contract.policies.test_every_admission import view
@@ -56,15 +56,15 @@ def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: s
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
-@pytest.mark.parametrize("name", admissions.names())
+@pytest.mark.parametrize("name", admission_registry.names())
 def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(name: str) -> None:
-    admission = admissions.build_admission(name, {})
+    admission = admission_registry.build_admission(name, {})
     assert admission.reads_beliefs == (name in {"priced", "early_rejection"})
     if admission.reads_beliefs:
         return
     found = []
     for seed in (1, 2):
-        admission = admissions.build_admission(name, {})
+        admission = admission_registry.build_admission(name, {})
         for number, ask, candidates in cases():
             muddled(candidates, seed)
             question = Ask(

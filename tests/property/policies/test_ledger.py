@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from policies import ledger
-from policies.kalman import MOST_CORRECTION
-from policies.latency import backlog_s, tpot_s, ttft_s
+from policies.engine.kalman import MOST_CORRECTION
+from policies.latency.latency import backlog_s, tpot_s, ttft_s
 from policies.ledger import Entry, foreign, own
 from policies.load import EndpointLoad
 from policies.model import Request

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import pickers
+from policies.engine.step_time import Belief, Shape
 from policies.model import Slo
 from policies.published.dualmap import DualMap, HotPrefixes, TwoHashes
 from policies.published.dynamo import DynamoKv, blocks
 from policies.published.llmd_blend import ColdTurns, short_queue
 from policies.published.llmd_predictor import latency
 from policies.published.preble import Given, Window
-from policies.step_time import Belief, Shape
 from tests.unit.policies.builders import ask, candidate
-from tests.unit.policies.test_published import PACE, asked, prompt
+from tests.unit.policies.published.test_published import PACE, asked, prompt
 
 INSTANT = Belief(Shape(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 few = settings(max_examples=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from policies.admission import DrainRate, Shed, Verdict, WaitingRoom
+from policies.admission.admission import DrainRate, Shed, Verdict, WaitingRoom
 from policies.load import EndpointLoad
 from policies.model import Ask, Candidate, Endpoint, Request
 

@@ -15,12 +15,12 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import examine
-from gateway.origin import Origin
-from gateway.reload import follow
+from gateway.reload import file_watcher
+from gateway.restart.start_options import Origin
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 ENV = {"ADMIN_KEY": "sk-admin-of-the-test"}
@@ -150,7 +150,7 @@ async def running(
         harness.app = App(loaded.config, Origin(loaded, harness.file, ENV, say))
         if late is not None:
             harness.write((harness.text() + more).replace(*late))
-        with patch.object(follow, "POLL_S", poll_s):
+        with patch.object(file_watcher, "POLL_S", poll_s):
             await harness.app.start()
             try:
                 yield harness

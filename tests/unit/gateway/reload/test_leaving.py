@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from gateway.roster import LiveEndpoint
+from gateway.fleet.endpoint_registry import LiveEndpoint
 from mockgpu.group import TpGroup
-from policies.health import Event, State
+from policies.health.health import Event, State
 from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running
 

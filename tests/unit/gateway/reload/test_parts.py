@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from gateway.app import App
 from gateway.config import AutoRollback, Loaded, examine_text, from_engines
-from gateway.config.compare import changes, shown
-from gateway.metrics import Metrics
-from gateway.origin import Local, Origin
-from gateway.reload import follow
-from gateway.reload.follow import Follow
-from gateway.reload.generations import Generations
-from gateway.reload.trial import Tally, Trial, tallied, worse
-from gateway.reload.versions import KEEP, Versions, made
+from gateway.config.diff import changes, shown
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.service_class import Levels
+from gateway.reload import file_watcher
+from gateway.reload.auto_rollback import Tally, Trial, tallied, worse
+from gateway.reload.file_watcher import Follow
+from gateway.reload.history import KEEP, Versions, made
+from gateway.reload.snapshot_gc import Generations
+from gateway.restart.start_options import Local, Origin
 from gateway.route import Snapshot
-from gateway.slo import Levels
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
@@ -346,7 +346,7 @@ class Touched:
 async def test_the_first_poll_counts_as_a_change_and_an_invalid_path_as_a_missing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    monkeypatch.setattr(file_watcher, "POLL_S", 0.01)
     followed = Touched(tmp_path / "gateway.yaml", Path("no\0name"))
     following = Follow(followed)
     await following.start()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.media import MEDIA_TOKENS
-from gateway.quotas import Quotas
+from gateway.admission.quotas import Quotas
+from gateway.protocol.media import MEDIA_TOKENS
+from policies.admission.quota import Limits, Quota
 from policies.model import Request
-from policies.quota import Limits, Quota
 from tests.unit.gateway.reload.running import Running, running
 
 TENANTS = "tenants:\n  - {{name: a, key: sk-a, limits: {{{}}}}}\n  - {{name: b, key: sk-b}}\n"

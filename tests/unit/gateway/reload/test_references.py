@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
+from gateway.admin.config_pages import _certificates
 from gateway.config import examine_text
-from gateway.config.compare import changes
+from gateway.config.diff import changes
 from gateway.config.references import unresolvable
-from gateway.reload.pages import _certificates
 from tests.authority import Authority
 from tests.unit.gateway.reload import running as setting
 from tests.unit.gateway.reload.running import Running, running

@@ -13,11 +13,11 @@ import pytest
 
 from gateway.app import App
 from gateway.config import from_engines
-from gateway.config.source import FILE_CAP_BYTES
-from gateway.origin import Origin
+from gateway.config.yaml_source import FILE_CAP_BYTES
 from gateway.reload import swap
-from gateway.reload.follow import POLL_S
+from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
+from gateway.restart.start_options import Origin
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canary import Chosen, Sides, chosen
-from gateway.config.choices import Canary
+from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
-from gateway.metrics import Metrics
-from gateway.openai import Api
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Api
+from gateway.trials.canary import Chosen, Sides, chosen
 from policies.model import Request
 from tests.unit.gateway.reload.running import running
 

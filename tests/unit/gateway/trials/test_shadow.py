@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import shadow
-from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
-from gateway.metrics import Metrics
-from gateway.openai import Api, Call
-from gateway.shadow import MIN_COMPARED, Named, Shadows, judged, named
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Api, Call
+from gateway.trials import shadow
+from gateway.trials.shadow import MIN_COMPARED, Named, Shadows, judged, named
 from policies import ledger, registry, run
 from policies.contract import Policy, Weighted
 from policies.filters import available
-from policies.fingerprint import Fingerprinter
 from policies.load import EndpointLoad
 from policies.model import Ask, Candidate, Endpoint, Pick, Request
 from policies.pickers import best
+from policies.prefix.fingerprint import Fingerprinter
 from tests.replaced import stand_in
 from tests.unit.gateway.reload.running import running
 

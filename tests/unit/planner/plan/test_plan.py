@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gateway.cli import app
+from gateway.cli.main import app
 from planner.plan import CaseError, Taken, cases, recent
 from planner.traces import TraceError
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway import cli
+from gateway.cli import main
 from planner.replay import preset
 from planner.replay.capacity import Capacity
 from planner.replay.report import _shares
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, ["replay", *map(str, arguments)])
+    return CliRunner().invoke(main.app, ["replay", *map(str, arguments)])
 
 
 def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) -> None:

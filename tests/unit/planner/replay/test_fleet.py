@@ -23,8 +23,8 @@ from planner.replay import (
 )
 from planner.traces import TraceRequest
 from policies import registry
-from policies.admission import WaitingRoom
-from policies.admissions import build_admission
+from policies.admission.admission import WaitingRoom
+from policies.admission_registry import build_admission
 from policies.model import Role
 
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import (
     READERS,
     TraceError,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN
 from planner.traces import TraceError, mooncake, read_mooncake
-from planner.words import BLOCK_TOKENS, BYTES_PER_TOKEN
 
 
 def line(timestamp: int, tokens: int, *blocks: int, output: int = 10) -> bytes:

@@ -1,5 +1,0 @@
-"""Service discovery: endpoints that DNS, a file or Kubernetes list, besides the configured ones.
-
-source.py defines what a source is. discovery.py runs one per pool and hands its endpoints to the
-endpoint table.
-"""

@@ -1,0 +1,190 @@
+"""`penstock demo` as a newcomer meets it: it tells what to type, that works, and Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fair_time import Stopwatch, pace
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[4]
+WITHIN_S = 120.0
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gateway", *arguments]
+
+
+def failing_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
+    return subprocess.run(
+        command("demo", *ports, *options), cwd=folder, env=ENV, capture_output=True, text=True, timeout=WITHIN_S
+    )
+
+
+@contextmanager
+def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A running demo that has said its welcome: the process, the welcome, the API port."""
+    port = free_port()
+    asked = command("demo", "--port", str(port), "--admin-port", str(free_port()), *options)
+    with subprocess.Popen(
+        asked, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENV, start_new_session=True, text=True
+    ) as process:
+        watchdog = threading.Timer(WITHIN_S, process.terminate)
+        watchdog.start()
+        try:
+            assert process.stdout
+            welcome = ""
+            for line in process.stdout:
+                welcome += line
+                if "Ctrl-C ends everything" in line:
+                    break
+            assert process.poll() is None, welcome
+            yield process, welcome, port
+        finally:
+            watchdog.cancel()
+            process.terminate()
+
+
+@contextmanager
+def watched(pids: list[int]) -> Iterator[list[int]]:
+    """Handles that become readable when the processes end."""
+    handles = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def ended(handle: int, within_s: float) -> bool:
+    return bool(select.select([handle], [], [], within_s)[0])
+
+
+def mocks_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the process tree from /proc")
+
+
+def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    with demo(tmp_path, "--groups", "2", "--speed", "20") as (process, welcome, port):
+        body = re.search(r"-d '(\{.+\})'", welcome)
+        assert body, welcome
+        assert f"http://127.0.0.1:{port}/v1" in welcome
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
+        connection.request("POST", "/v1/chat/completions", body[1], {"content-type": "application/json"})
+        streamed = connection.getresponse().read().decode()
+        connection.close()
+        assert streamed.rstrip().endswith("data: [DONE]")
+        assert json.loads(streamed.split("\n\n")[0].removeprefix("data: "))["model"] == "demo-8b"
+        edit = re.search(r"(sed -i 's/[^']+') (\S+)", welcome)
+        assert edit, welcome
+        took = Stopwatch(process.pid)
+        subprocess.run([*shlex.split(edit[1]), edit[2]], cwd=tmp_path, check=True)
+        assert process.stdout
+        said = next(line for line in process.stdout if line.startswith("re"))
+        assert said.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in "), said
+        assert said.endswith(" ms, 0 requests affected\n"), said
+        assert took.fair_s < 2.0 * pace(), "half a second, and a busy machine"
+        with watched(mocks_of(process.pid)) as mocks:
+            assert mocks
+            process.send_signal(signal.SIGINT)
+            rest, _ = process.communicate(timeout=WITHIN_S)
+            assert process.returncode == 0
+            assert all(ended(mock, 0) for mock in mocks)
+        assert "Traceback" not in welcome + rest
+    checked = command("check", str(tmp_path / "penstock-demo" / "gateway.yaml"))
+    assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
+
+
+def test_a_demo_that_splits_tells_who_prefilled_and_who_decoded(tmp_path: Path) -> None:
+    with demo(tmp_path, "--split", "--groups", "2", "--speed", "20") as (process, _, _port):
+        assert process.stdout
+        said = next(line for line in process.stdout if "sample request" in line)
+        assert re.search(r"prefilled by prefill-0, decoded by decode-0, handed over in [0-9.]+ ms over \w+", said), said
+    checked = command("check", str(tmp_path / "penstock-demo" / "gateway.yaml"))
+    assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
+
+
+def test_two_demos_that_start_at_once_take_different_ports(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    both_run = threading.Barrier(2, timeout=WITHIN_S)
+
+    def engines(folder: Path) -> set[str]:
+        with demo(folder, "--groups", "2") as (process, _, _port):
+            both_run.wait()
+            assert mocks_of(process.pid)
+        return set(re.findall(r"url: http://127.0.0.1:(\d+)", (folder / "penstock-demo" / "gateway.yaml").read_text()))
+
+    with ThreadPoolExecutor(2) as terminals:
+        one, other = terminals.map(engines, folders)
+    assert len(one | other) == 4
+
+
+def test_a_demo_of_one_group_cannot_be_split(tmp_path: Path) -> None:
+    done = failing_demo(tmp_path, "--split", "--groups", "1")
+    assert done.returncode == 1
+    assert "two groups or more" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_a_demo_that_is_killed_outright_leaves_no_mock_behind(tmp_path: Path) -> None:
+    with demo(tmp_path, "--groups", "1") as (process, _, _port), watched(mocks_of(process.pid)) as mocks:
+        assert mocks
+        process.kill()
+        assert all(ended(mock, WITHIN_S) for mock in mocks)
+
+
+def test_a_demo_whose_policy_is_unknown_says_so_and_starts_nothing(tmp_path: Path) -> None:
+    done = failing_demo(tmp_path, "--policy", "prefix_awre")
+    assert done.returncode == 1
+    assert 'did you mean "prefix_aware"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_demo_in_one_folder_says_so_and_leaves_the_first_its_configuration(tmp_path: Path) -> None:
+    """The first would follow it to engines that are not its own."""
+    with demo(tmp_path, "--groups", "1") as (_, _, _port):
+        before = (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes()
+        done = failing_demo(tmp_path, "--groups", "1")
+        assert done.returncode == 1
+        assert "another demo runs in this folder" in done.stderr
+        assert (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("taken", ["penstock-demo", "penstock-demo/gateway.yaml/x", "penstock-demo/mock.log/x"])
+def test_a_demo_that_cannot_write_its_folder_says_which(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / taken).touch()
+    done = failing_demo(tmp_path)
+    assert done.returncode == 1
+    assert "penstock-demo cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_mocks_that_do_not_start_are_shown_with_their_last_words(tmp_path: Path) -> None:
+    done = failing_demo(tmp_path, "--model", "no-such-model")
+    assert done.returncode == 1
+    assert "the mock TP groups ended at once" in done.stderr
+    assert "no-such-model" in done.stderr
