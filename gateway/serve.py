@@ -126,7 +126,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     caller = Caller(
         exchange.id, exchange.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts
     )
-    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller)
+    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
@@ -214,7 +214,8 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
         output_tokens = None
         if exchange.outcome != "refused":
             output_tokens = outcome_of(exchange).output_tokens
-        gateway.gate.quotas.settle(exchange.quota, request, output_tokens)
+        prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
+        gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
     if exchange.room is None:
         return
     if exchange.asked is not None:

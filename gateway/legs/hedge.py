@@ -31,7 +31,7 @@ from gateway.protocol.upstream_error import UpstreamBroke
 from gateway.telemetry.accounting import Accounts
 from policies.health.speed_record import Verdict
 from policies.health.stall import LEAST_LATE_S
-from policies.model import Candidate, Pick
+from policies.model import Candidate, Endpoint, Pick
 from policies.run import repicked
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class HedgedRoute(Protocol):
     def resume(self) -> Resume | None: ...
     @property
     def split(self) -> object | None: ...
+    def resolve_name(self, endpoint: Endpoint) -> str: ...
 
 
 class HedgedRequest(Protocol):
@@ -81,17 +82,24 @@ class Race:
     """
 
     __slots__ = (
-        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_source"),
-        *("_task", "booking", "is_over", "is_won", "loser"),
+        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_served"),
+        *("_source", "_task", "booking", "is_over", "is_won", "loser"),
     )
 
     def __init__(
-        self, exchange: Exchange, client: Client, first: Connection, pick: Pick, booking: Booking
+        self,
+        exchange: Exchange,
+        client: Client,
+        first: Connection,
+        pick: Pick,
+        booking: Booking,
+        served: str,
     ) -> None:
+        """`served` is the second endpoint's name of the model."""
         assert exchange.booking is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
         self._first_name = exchange.booking.endpoint.name
-        self.booking = booking
+        self.booking, self._served = booking, served
         self.is_won = self.is_over = False
         self.loser = ""
         self._source: Connection | None = None
@@ -102,7 +110,7 @@ class Race:
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
-            exchange, call, self._client, self.booking, self._on_first_token
+            exchange, call, self._client, self.booking, self._on_first_token, self._served
         )
         assert exchange.relay is not None
         exchange.relay.on_first = self._lose
@@ -314,11 +322,10 @@ class Hedger:
             booking.doubt()
             connection.fail(SLOW, "the endpoint is slow")
         else:
-            self._hedge(exchange, client, connection, candidate)
+            self._hedge(entry, connection, candidate)
 
-    def _hedge(
-        self, exchange: Exchange, client: Client, first: Connection, candidate: Candidate
-    ) -> None:
+    def _hedge(self, entry: HedgedRequest, first: Connection, candidate: Candidate) -> None:
+        exchange, client = entry.exchange, entry.client
         assert exchange.pick is not None
         assert exchange.call is not None
         self.allowed -= 1.0
@@ -327,7 +334,8 @@ class Hedger:
         cached = () if exchange.asked is None else exchange.asked.cached
         pick = repicked(exchange.pick, candidate, cached)
         booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
-        race = exchange.hedge = Race(exchange, client, first, pick, booking)
+        served = entry.route.resolve_name(candidate.endpoint)
+        race = exchange.hedge = Race(exchange, client, first, pick, booking, served)
         try:
             race.start()
         except BaseException:

@@ -8,7 +8,7 @@ is re-encoded only if it changes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import Protocol
 
@@ -193,16 +193,26 @@ class Caller(msgspec.Struct, frozen=True):
     prompts: PromptLengths | None = None
 
 
-def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
+_ALL_LISTED: Mapping[str, str] = {}
+
+
+def parse(
+    body: bytes,
+    api: Api,
+    models: Mapping[str, Servable],
+    caller: Caller,
+    unlisted: Mapping[str, str] = _ALL_LISTED,
+) -> Call:
     """Parse and check a body.
 
-    Raises GatewayError (400 or 404) that names the problem; such a request is not forwarded.
+    `unlisted` has the message for a configured model that is not among `models`. Raises
+    GatewayError (400 or 404) that names the problem; such a request is not forwarded.
     """
     members = read_members(body)
     requested = string_member(members, "model")
     model = models.get(requested)
     if model is None:
-        raise _unknown_model(requested, models)
+        raise _unknown_model(requested, models, unlisted)
     served, numbers = model.served_model, _numbers(members)
     names = PROMPT_MEMBERS[api]
     name = names[-1]
@@ -241,14 +251,19 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         choices,
         prompts,
     )
-    internal, salts = ENGINE_INTERNAL.intersection(members), caller.salts
-    salt = b"" if salts is None else salts.usual.get(caller.tenant, b"")
-    if internal and salts is not None:
-        client_salt = _client_salt(members)
-        salt = salts.salt(caller.tenant, client_salt) if client_salt else salt
+    internal = ENGINE_INTERNAL.intersection(members)
+    salt = b"" if caller.salts is None else _salt(caller.salts, caller.tenant, members, internal)
     if internal or requested != served or XARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+
+
+def _salt(
+    salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
+) -> bytes:
+    """Return the cache salt of a request, in which a salt of the client's takes part."""
+    client_salt = _client_salt(members) if internal else b""
+    return salts.salt(tenant, client_salt) if client_salt else salts.usual.get(tenant, b"")
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
@@ -301,7 +316,11 @@ def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple
     return tuple(members[name] for name in names if name in members)
 
 
-def _unknown_model(requested: str, models: Mapping[str, Servable]) -> GatewayError:
+def _unknown_model(
+    requested: str, models: Mapping[str, Servable], unlisted: Mapping[str, str]
+) -> GatewayError:
+    if requested in unlisted:
+        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
     if len(requested) <= 64 and requested.isprintable():
         shown = requested
     else:
