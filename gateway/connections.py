@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from gateway.config import Limits
 
 
+MOST_SHARE = 4  # the limit of all unread bytes over that of one connection's
+LEAST_SHARE = 512 * 1024  # bytes that a connection may have unread in any case: what a read and the kernel hold
+
+
 class ByteBudget(Protocol):
     """Memory for bodies; gateway/gate.py has it. hold() raises GatewayError when there is none left."""
 
@@ -90,9 +94,15 @@ class ClientConnections:
             del self._per_client[client]
 
     def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """The connection has this many unread bytes now. Over `limit` of all, the oldest ones are dropped."""
+        """The connection has this many unread bytes now. Over `limit` of all, the oldest ones are dropped.
+
+        A connection that has a quarter of it loses its own.
+        """
         if not unread:
             self._release(connection)
+            return
+        if unread > max(limit // MOST_SHARE, LEAST_SHARE):
+            self._drop(connection)
             return
         more = unread - self._unread.get(connection, 0)
         try:

@@ -17,13 +17,12 @@ from gateway.answer import GatewayError, new_id
 from gateway.config import Limits
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.errand import Errand, Landing, landing
-from gateway.head import Head, begins_head, read_head
+from gateway.head import Head, continues_head, is_unfinished, read_head
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
 from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
 
 MAX_AHEAD = 64 * 1024  # bytes of further requests that may lie here while one is served; more stays in the socket
-MAX_READS = 16  # reads that a head may take; who drips it is for the lobby
 
 
 class Front(Talk, asyncio.Protocol):
@@ -31,6 +30,7 @@ class Front(Talk, asyncio.Protocol):
 
     _ahead   what came and belongs to no request yet, from the place `_at` on
     _due     the request at the front of it gets its turn in the next turn of the event loop
+    _in_kernel  bytes of it that the kernel may keep, while reading is paused
     _head    the newest head: the next one mostly differs in its length alone
     headers  of the request being served, which the line asks for
     _pieces  the body of the request being served, as it came; `_missing` bytes of it are still to come
@@ -39,6 +39,7 @@ class Front(Talk, asyncio.Protocol):
     __slots__ = (
         *("_ahead", "_at", "_body_bytes", "_counted", "_due", "_errand", "_fronts", "_gone", "_head", "_hold"),
         *(
+            "_in_kernel",
             "_landing",
             "_limits",
             "_lobby",
@@ -47,7 +48,6 @@ class Front(Talk, asyncio.Protocol):
             "_outbox",
             "_pieces",
             "_reading_paused",
-            "_reads",
         ),
         *(
             "_serve",
@@ -76,7 +76,7 @@ class Front(Talk, asyncio.Protocol):
         self._gone: asyncio.Future[None] | None = None
         self._ahead = b""
         self._pieces: list[bytes] = []
-        self._at = self._body_bytes = self._counted = self._missing = self._reads = 0
+        self._at = self._body_bytes = self._counted = self._in_kernel = self._missing = 0
         self._due = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
 
@@ -146,6 +146,9 @@ class Front(Talk, asyncio.Protocol):
             self._gather(data)
         elif phase is SERVING:
             self._put_ahead(data)
+        elif phase is HEAD and continues_head(self._ahead, data):
+            self._ahead += data
+            self._count_ahead()
         elif phase is not CLOSING:
             self._ahead = self._ahead + data if self._ahead else data
             self._serve_first()
@@ -192,36 +195,47 @@ class Front(Talk, asyncio.Protocol):
         ahead = len(self._ahead) - self._at
         if not ahead and not self._counted:
             return
-        self._counted = ahead
-        self._fronts.hold(self, ahead, self._limits.unread_budget)
-        if self._must_close or self.transport is None or (ahead > MAX_AHEAD) is self._reading_paused:
+        is_much = ahead > MAX_AHEAD
+        if is_much is self._reading_paused or self._must_close:
+            in_kernel = self._in_kernel
+        else:  # what is not read stays in the kernel, up to this
+            in_kernel = self._in_kernel = self._receive_buffer() if is_much else 0
+        self._counted = ahead + in_kernel
+        self._fronts.hold(self, ahead + in_kernel, self._limits.unread_budget)
+        if is_much is self._reading_paused or self._must_close or self.transport is None:
             return
-        self._reading_paused = not self._reading_paused
-        if self._reading_paused:
+        self._reading_paused = is_much
+        if is_much:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
 
     def drop_unread(self) -> None:
-        """Forget what came ahead: its memory is needed. The connection ends after the answer under way."""
+        """Drop what came ahead, because its memory is needed. The connection ends after the answer under way.
+
+        It ends at once if the kernel may hold more of it: nothing else frees that memory.
+        """
         self._ahead, self._at, self._counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:
             return
         self._must_close = True
+        if self._in_kernel:
+            self.cut()
+            return
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
+            self._stop_receiving()
         if self._errand is None:
             self.refuse(unread_too_large(), new_id())
             self._close_gently()
 
     def _keep(self, data: bytes) -> None:
-        """What is no request yet waits here for its rest; what is no ordinary one goes to the lobby."""
+        """Wait for the rest of an unfinished head. Hand what is no ordinary request to the lobby."""
         if self.transport is None or self.phase is CLOSING:
             return
-        if self._reads < MAX_READS and begins_head(data):
+        if is_unfinished(data):
             self._ahead, self._at = data, 0
-            self._reads += 1
             if self.phase is IDLE:
                 self._enter(HEAD)
             self._count_ahead()
@@ -232,7 +246,6 @@ class Front(Talk, asyncio.Protocol):
         self._pieces = [body]
         self._body_bytes = length
         self._missing = length - len(body)
-        self._reads = 0
         self.phase = SERVING
         self.headers = head.headers
         errand = self._errand = Errand(self._serve(self, head.api), self._served)

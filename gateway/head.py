@@ -15,6 +15,7 @@ from gateway.slo import Fields
 
 MAX_HEAD = 8 * 1024  # bytes; longer ones are for the full parser, which knows what to say about them
 MAX_FIELDS = 64
+MAX_UNFINISHED = 64 * 1024  # bytes of an unfinished head of any kind
 
 # No blank before a value's end or its line's, nothing outside printable ASCII, no continuation lines, no bare CR or LF,
 # no blank before a colon. Every byte can be part of one thing only, so matching is linear. Not possessive, although it
@@ -22,8 +23,6 @@ MAX_FIELDS = 64
 _LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
 _NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
 _HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
-_BEGUN = re.compile(rb"%b(?:%b: ?%b\r\n)*(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE))
-_FIRST_LINES = tuple(f"POST {path} HTTP/1.1\r\n".encode() for path in LINE)
 _FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
 _DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
@@ -62,11 +61,21 @@ class Head:
         return start, start + int(digits[0])
 
 
-def begins_head(data: bytes) -> bool:
-    """Whether `data` may be the beginning of an ordinary head whose rest is still on its way."""
-    if len(data) > MAX_HEAD:
+def is_unfinished(data: bytes) -> bool:
+    """Whether `data` may be the beginning of any request's head, whose rest is still on its way.
+
+    False as soon as the full parser could refuse it for its line ends: nothing is kept that is known to be wrong.
+    """
+    return data[:1].isupper() and continues_head(b"", data)
+
+
+def continues_head(begun: bytes, data: bytes) -> bool:
+    """Whether an unfinished head is still one with `data` behind it. Takes time for `data` alone, however long it is."""
+    if len(begun) + len(data) > MAX_UNFINISHED:
         return False
-    return _BEGUN.fullmatch(data) is not None or any(line.startswith(data) for line in _FIRST_LINES)
+    if b"\r\n\r\n" in begun[-3:] + data:
+        return False
+    return data.count(b"\n") == (begun[-1:] + data).count(b"\r\n")
 
 
 def read_head(data: bytes, at: int) -> Head | None:

@@ -40,7 +40,18 @@ class Lobby(Talk, RequestHandler):
     """A client connection: reads calls, hands them to `serve` or to aiohttp's application."""
 
     __slots__ = (
-        *("_ahead", "_at", "_body_read", "_counted", "_fronts", "_head_bytes", "_limits", "_message", "_must_close"),
+        *(
+            "_ahead",
+            "_at",
+            "_body_read",
+            "_counted",
+            "_fronts",
+            "_head_bytes",
+            "_in_kernel",
+            "_limits",
+            "_message",
+            "_must_close",
+        ),
         *("_newest_body", "_outbox", "_payload", "_serve", "_source", "address", "closes", "is_draining", "paused_at"),
         *("phase", "since"),
     )
@@ -76,7 +87,7 @@ class Lobby(Talk, RequestHandler):
         self._body_read = False
         self._newest_body: StreamReader | None = None
         self._ahead = b""
-        self._at = self._head_bytes = self._counted = 0
+        self._at = self._head_bytes = self._counted = self._in_kernel = 0
 
     # What the line sees of a client
 
@@ -136,8 +147,9 @@ class Lobby(Talk, RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._fronts.remove(self)
-        self._ahead, self._at, self._counted = b"", 0, 0
+        self._counted = 0
         super().connection_lost(exc)
+        self._forget()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -192,23 +204,34 @@ class Lobby(Talk, RequestHandler):
     def _count_unread(self) -> None:
         """Count what belongs to no request yet in the budget of all connections; read on only while it is little."""
         ahead = len(self._ahead) - self._at
-        unread = 0 if self._in_body() else ahead + self._head_bytes
+        if self._buffer_paused is not (ahead > MAX_AHEAD) and not self._must_close:
+            self._in_kernel = self._receive_buffer() if ahead > MAX_AHEAD else 0
+        unread = 0 if self._in_body() else ahead + self._head_bytes + self._in_kernel
         if unread or self._counted:
             self._counted = unread
             self._fronts.hold(self, unread, self._limits.unread_budget)
+        if self._must_close or self.transport is None:
+            return
         if ahead > MAX_AHEAD and not self._buffer_paused:
             self._pause_reading_for_buffer()
-        elif ahead <= MAX_AHEAD and self._buffer_paused and not self._must_close:
+        elif ahead <= MAX_AHEAD and self._buffer_paused:
             self._resume_reading_for_buffer()
 
     def drop_unread(self) -> None:
-        """Forget what came ahead: its memory is needed. The connection ends after the answer under way."""
+        """Drop what came ahead, because its memory is needed. The connection ends after the answer under way.
+
+        It ends at once if the kernel may hold more of it: nothing else frees that memory.
+        """
         self._ahead, self._at, self._counted = b"", 0, 0
         if self.transport is None or self.phase is Phase.CLOSING:
             return
-        if self._messages or self._request_in_progress:
+        if self._in_kernel:
+            self._must_close = True
+            self.cut()
+        elif self._messages or self._request_in_progress:
             self._must_close = True
             self._pause_reading_for_buffer()
+            self._stop_receiving()
         else:
             self._refuse_head(unread_too_large())
 
@@ -232,6 +255,11 @@ class Lobby(Talk, RequestHandler):
                 self._parse()
             if not self._messages:
                 await self._next()
+            elif self._request_count > 1:
+                # The next request came ahead. Other connections have their turns first.
+                await asyncio.sleep(0)
+                if self._force_close:
+                    break
             message, payload = self._messages.popleft()
             if self._parser is not None:
                 self._parser.message_consumed()
@@ -406,6 +434,20 @@ class Lobby(Talk, RequestHandler):
             transport.close()
         else:
             self._linger()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free what came of requests that will not be served.
+
+        The connection may linger, and once it is lost the reference cycles of aiohttp's objects keep it for a while.
+        """
+        body, self._newest_body = self._newest_body, None
+        if body is not None and body.exception() is None:
+            body.read_nowait()
+        self._ahead, self._at, self._head_bytes, self._parser = b"", 0, 0, None
+        if self._counted:
+            self._counted = 0
+            self._fronts.hold(self, 0, self._limits.unread_budget)
 
 
 def _head_size(message: RawRequestMessage) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TURN = 32  # writes of one turn, about a millisecond
 MOST = 1024  # pieces put off: who read on beyond them would take from engines what clients do not get
+MOST_BYTES = 4 * 1024 * 1024  # in all of them
 
 
 class Behind(Protocol):
@@ -34,7 +35,7 @@ class Outbox:
     full  this turn has written enough: what engines say from now on is put off
     """
 
-    __slots__ = ("_due", "_late", "_posted", "full", "loop")
+    __slots__ = ("_due", "_late", "_late_bytes", "_posted", "full", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -42,6 +43,7 @@ class Outbox:
         self._due = False
         self._posted: list[tuple[asyncio.Transport, bytes]] = []
         self._late: deque[tuple[Behind, Relay, bytes]] = deque()
+        self._late_bytes = 0
 
     def post(self, transport: asyncio.Transport, data: bytes) -> None:
         """Write `data` before anything that is scheduled from now on."""
@@ -65,8 +67,9 @@ class Outbox:
     def put_off(self, connection: Behind, relay: Relay, data: bytes) -> None:
         """What an engine said is relayed in a later turn, after all that was put off before. Due when `full`."""
         self._late.append((connection, relay, data))
-        if len(self._late) > MOST:
-            self._catch_up(MOST)
+        self._late_bytes += len(data)
+        while self._late_bytes > MOST_BYTES or len(self._late) > MOST:
+            self._catch_up(1)
             self.full = True
 
     def hurry(self, connection: Behind) -> None:
@@ -74,6 +77,7 @@ class Outbox:
         mine = [piece for piece in self._late if piece[0] is connection]
         if mine:
             self._late = deque(piece for piece in self._late if piece[0] is not connection)
+            self._late_bytes -= sum(len(data) for _, _, data in mine)
             full = self.full
             for _, relay, data in mine:
                 self.full = False  # or it would be put off once more
@@ -101,5 +105,6 @@ class Outbox:
     def _catch_up(self, pieces: int) -> None:
         for _ in range(min(pieces, len(self._late))):
             connection, relay, data = self._late.popleft()
+            self._late_bytes -= len(data)
             self.full = False  # or it would be put off once more
             connection.catch_up(relay, data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 JOINED = 4 * 1024  # bytes of a piece of a body to which the next piece is joined
 LINGER_S = 1.0  # how long a refused upload may go on arriving before the socket is cut
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset alone is seen
+LEAST_BUFFER = 4096  # bytes that the kernel receives on a connection of which nothing more will be read
 _NO_SLOTS: tuple[str, ...] = ()  # two bases with slots of their own cannot be joined: the subclasses declare them
 
 
@@ -174,7 +176,8 @@ class Talk(ABC):
         if self.paused_at is not None and now - self.paused_at > limits.slow_reader:
             self.cut()
         elif self.phase is IDLE:
-            if age > limits.idle_timeout or (self._silent and age > limits.headers_timeout):
+            is_due = age > limits.idle_timeout or (self._silent and age > limits.headers_timeout)
+            if is_due and not self._polls(select.POLLIN):  # a request may have come since the last read
                 self._end()
         elif self.phase is HEAD:
             if age > limits.headers_timeout:
@@ -203,12 +206,34 @@ class Talk(ABC):
     @property
     def _has_left(self) -> bool:
         """Whether the client has closed its side, before all that it sent was read."""
-        sock = None if self.transport is None else self.transport.get_extra_info("socket")
+        return self._polls(_HANG_UP)
+
+    def _polls(self, events: int) -> bool:
+        """Whether the socket has one of these events, or an error, at this moment."""
+        sock = self._socket
         if sock is None or sock.fileno() < 0:
             return False
         poll = select.poll()
-        poll.register(sock.fileno(), _HANG_UP)
+        poll.register(sock.fileno(), events)
         return bool(poll.poll(0))
+
+    @property
+    def _socket(self) -> socket.socket | None:
+        found: socket.socket | None = None
+        if self.transport is not None:
+            found = self.transport.get_extra_info("socket")
+        return found
+
+    def _receive_buffer(self) -> int:
+        """Bytes that the kernel may keep for the connection while nothing is read from it."""
+        sock = self._socket
+        return 0 if sock is None or sock.fileno() < 0 else sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+    def _stop_receiving(self) -> None:
+        """Have the kernel keep next to nothing of what still comes: it will not be read."""
+        sock = self._socket
+        if sock is not None and sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LEAST_BUFFER)
 
     @property
     @abstractmethod

@@ -24,6 +24,8 @@ from gateway.tls import WRITE_BUFFER_BYTES, Encryption
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_IDLE = 256
 CLOSE_S = 1.0  # for an engine to answer the end of a TLS connection
+# Bytes that the kernel keeps of an answer while its client does not read. By itself it would keep up to 32 MiB.
+RECEIVE_BUFFER = 256 * 1024
 JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
 LOST = ("reset", "no_answer")  # kinds of a connection that ended without a byte of an answer
 FRESH_S = 5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
@@ -178,6 +180,10 @@ class Connection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
         self._pool.connections.add(self)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER // 2)  # the kernel doubles it
 
     def pause_writing(self) -> None:
         """The engine reads a request more slowly than it was written; all of that lies in the transport already."""

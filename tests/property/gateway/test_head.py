@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpRequestParser, HttpVersion11
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.head import MAX_HEAD, begins_head, read_head
+from gateway.head import MAX_HEAD, MAX_UNFINISHED, continues_head, is_unfinished, read_head
 from gateway.openai import LINE
 
 NAMES = st.sampled_from(
@@ -103,7 +104,18 @@ def test_every_beginning_of_an_ordinary_head_may_become_one(fields: list[tuple[s
     lines = "".join(f"{name}: {value}\r\n" for name, value in {"Host": "a", **named, "Content-Length": "2"}.items())
     head = f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode()
     assert read_head(head, 0)
-    assert begins_head(head[: data.draw(st.integers(1, len(head) - 1))])
+    cut = data.draw(st.integers(1, len(head) - 1))
+    assert is_unfinished(head[:cut])
+    end = data.draw(st.integers(cut, len(head)))
+    assert continues_head(head[:cut], head[cut:end]) == (end < len(head))
+
+
+@pytest.mark.parametrize(
+    "text", [b"\x16\x03", b"\r\nGET", b"GET / HTTP/1.1\nHost", b"get", b"", b"A" * (MAX_UNFINISHED + 1)]
+)
+def test_what_is_known_to_be_wrong_begins_no_head(text: bytes) -> None:
+    assert not is_unfinished(text)
+    assert not continues_head(b"GET / HTTP/1.1\r\nX: a", b"\nY: b")
 
 
 def test_a_head_of_another_length_is_known_again_and_one_that_differs_is_not() -> None:
@@ -125,4 +137,4 @@ def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: %b\r\n\r\n"
     assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 2)), 0) is not None
     assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 3)), 0) is None
-    assert not begins_head(head[:-4] % (b"a" * MAX_HEAD))
+    assert is_unfinished(head[:-4] % (b"a" * MAX_HEAD))

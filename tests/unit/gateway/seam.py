@@ -22,7 +22,7 @@ from gateway.networks import Networks
 from gateway.openai import Api
 from gateway.outbox import Outbox
 
-TURNS = 12  # of the event loop: more than any answer here takes
+TURNS = 24  # of the event loop: more than any answer here takes
 
 
 class Pipe(asyncio.Transport):

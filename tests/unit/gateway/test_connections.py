@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -147,9 +148,10 @@ async def test_reading_resumes_only_when_few_bytes_are_left() -> None:
     await turns()
 
 
-async def test_pipelined_requests_of_one_connection_take_turns_with_others() -> None:
+@pytest.mark.parametrize("kind", ["front", "lobby"])
+async def test_pipelined_requests_of_one_connection_take_turns_with_others(kind: str) -> None:
     house = House()
-    fronts = [house.front() for _ in range(2)]
+    fronts = [house.front() if kind == "front" else house.lobby() for _ in range(2)]
     pipes = [Pipe(front) for front in fronts]
     for front, pipe, mark in zip(fronts, pipes, ("first", "second"), strict=True):
         front.connection_made(pipe)
@@ -219,6 +221,58 @@ async def test_a_connection_whose_requests_ahead_are_dropped_ends_after_its_answ
     assert house.refused == ["unread_budget"]
     pipe.close()
     await turns()
+
+
+@pytest.mark.parametrize("kind", ["front", "lobby"])
+async def test_bytes_that_the_kernel_holds_of_a_paused_connection_count(kind: str) -> None:
+    """A connection that loses its bytes is cut: only that frees what the kernel holds."""
+    house = House(slow=True)
+    house.limits = Limits(unread_budget="1MiB")  # type: ignore[arg-type]
+    pipes = []
+    for _ in range(2):
+        protocol = house.front() if kind == "front" else house.lobby()
+        pipe = Buffered(protocol, 400_000)
+        protocol.connection_made(pipe)
+        house.fronts.admit(protocol, "192.0.2.1", house.limits)
+        protocol.data_received(request(b"x" * 1000) * 80)
+        pipes.append(pipe)
+    assert [pipe.aborted for pipe in pipes] == [False, False]
+    assert house.budget.held > 2 * 400_000
+    protocol = house.front()
+    pipes.append(Buffered(protocol, 400_000))
+    protocol.connection_made(pipes[-1])
+    protocol.data_received(request(b"x" * 1000) * 80)
+    assert [pipe.aborted for pipe in pipes] == [True, False, False]
+    for _ in range(40):
+        await turns()
+    assert house.budget.held == 0
+    for pipe in pipes:
+        pipe.close()
+    await turns()
+
+
+def test_a_connection_may_not_take_the_place_of_all_others() -> None:
+    all_of_them, budget, _ = connections()
+    mine, other = one(), one()
+    all_of_them.hold(other, 1000, 2**24)
+    all_of_them.hold(mine, 2**23, 2**24)
+    assert (drops(mine), drops(other), budget.held) == (1, 0, 1000)
+
+
+class Buffered(Pipe):
+    """A transport whose socket has so many bytes of receive buffer. `aborted`: it was cut."""
+
+    def __init__(self, protocol: asyncio.Protocol, receive_bytes: int) -> None:
+        super().__init__(protocol)
+        self._socket = Mock(fileno=lambda: 1, getsockopt=lambda *_: receive_bytes)
+        self.aborted = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else super().get_extra_info(name, default)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.close()
 
 
 @pytest.mark.parametrize("kind", ["front", "lobby"])

@@ -80,12 +80,35 @@ def test_any_sequence_in_any_pieces_is_read_as_the_lobby_reads_it_one_by_one(
     asyncio.run(run())
 
 
-async def test_a_head_in_many_pieces_ends_in_the_lobby_with_all_of_its_bytes() -> None:
+@pytest.mark.parametrize(("field", "moves"), [("X-Mark: dripped", False), ("X_Mark: dripped", True)])
+async def test_a_head_in_many_pieces_is_read_once_it_is_whole(field: str, moves: bool) -> None:
+    """And not after every piece: that would take as long again for each."""
     house = House()
-    sent = request(b"{}", "X-Mark: dripped")
-    here = await house.see(house.front(), [sent[at : at + 3] for at in range(0, len(sent), 3)])
-    assert here.moved
-    assert here.served == [("/v1/chat/completions", b"{}", "dripped")]
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    sent = request(b"{}", field)
+    for byte in sent[:-3]:
+        front.data_received(bytes([byte]))
+        assert pipe.protocol is front
+    await pipe.deliver(sent[-3:])
+    assert (pipe.protocol is not front) == moves
+    assert [body for _, body, _ in house.served] == [b"{}"]
+    pipe.close()
+    await turns()
+
+
+@pytest.mark.parametrize("wrong", [b"X: a\nY", b"X" * 70_000])
+async def test_an_unfinished_head_that_is_wrong_is_refused_without_waiting_for_its_end(wrong: bytes) -> None:
+    house = House()
+    front = house.front()
+    pipe = Pipe(front)
+    front.connection_made(pipe)
+    for at in range(0, len(wrong), 1000):
+        await pipe.deliver((b"" if at else b"GET /v1/models HTTP/1.1\r\nHost: a\r\n") + wrong[at : at + 1000])
+    assert pipe.text.startswith(b"HTTP/1.1 4")
+    pipe.close()
+    await turns()
 
 
 async def test_requests_behind_one_that_waits_are_served_in_their_order_and_more_is_not_read() -> None:
@@ -181,6 +204,37 @@ async def test_a_stopping_gateway_lets_a_slow_client_read_its_answer_to_the_end(
     front.sweep(monotonic() + patience_s + 1)
     assert pipe.cuts == 1
     await turns()
+
+
+@pytest.mark.parametrize("kind", ["front", "lobby"])
+async def test_an_idle_connection_on_which_a_request_has_come_is_not_closed(kind: str) -> None:
+    """It came after the last read, and before the sweep in the same turn of the event loop."""
+    house = House()
+    protocol = house.front() if kind == "front" else house.lobby()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pipe = SocketPipe(protocol, ours)
+        protocol.connection_made(pipe)
+        theirs.send(request())
+        much_later = monotonic() + house.limits.idle_timeout + 1
+        protocol.sweep(much_later)
+        await turns()
+        assert not pipe.closed
+        ours.recv(1000)
+        protocol.sweep(much_later)
+        await turns()
+        assert pipe.closed
+
+
+class SocketPipe(Pipe):
+    """A transport with a socket, of which it does not read by itself."""
+
+    def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+        super().__init__(protocol)
+        self._socket = sock
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else super().get_extra_info(name, default)
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.framing import chunk
-from gateway.outbox import MOST, TURN, Outbox
+from gateway.outbox import MOST, MOST_BYTES, TURN, Outbox
 from gateway.relay import Relay, State
 from gateway.upstream import Connection, Patience, Upstream
 from tests.unit.gateway.test_upstream import Body, Client
@@ -102,9 +102,26 @@ def test_beyond_so_many_pieces_reading_is_as_slow_as_relaying() -> None:
     for _ in range(TURN + MOST):
         stream.say(b".")
     assert not stream.sent
-    stream.say(b".")
+    for read in range(1, 4):
+        stream.say(b".")
+        made.flush()
+        assert len(stream.sent) == TURN + read
+
+
+def test_large_pieces_are_put_off_up_to_so_many_bytes() -> None:
+    """By number alone, a few engines that answer fast took hundreds of MiB."""
+    made, loop = outbox()
+    stream, piece = Said(made), b"x" * (MOST_BYTES // 16)
+    for _ in range(TURN):
+        stream.say(b".")
+    for _ in range(17):
+        stream.say(piece)
     made.flush()
-    assert len(stream.sent) == TURN + MOST
+    assert len(stream.sent) == TURN + len(piece)
+    while loop.turn():
+        pass
+    assert len(stream.sent) == TURN + 17 * len(piece)
+    assert made._late_bytes == 0
 
 
 def test_a_piece_that_cannot_be_relayed_holds_nobody_up() -> None:

@@ -1,0 +1,101 @@
+"""What attacks may cost: the wait of everyone else, and memory. None of the figures depends on how busy the machine is.
+
+Waits are CPU time of the gateway's event loop (timed_gateway.py). tests/load/attack_cost.py measures the same attacks
+on the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import monotonic, thread_time
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.attacked import BODY_BUDGET, MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
+from tests.e2e.attackers import CORPUS, attacking
+from tests.e2e.wire import Wire, post
+from tests.fair_time import TRIES
+
+MIB = 2**20
+REQUEST = post(
+    {"model": "demo", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/chat/completions",
+    "Authorization: Bearer sk-bench",
+)
+CALM_S, ATTACK_S, REQUESTS = 0.2, 0.5, 10
+MOST_WAIT_S = 0.005
+WORK, WORK_S = 200_000, 0.016
+
+
+class Seen(NamedTuple):
+    """What was measured beside an attack: a wait that one moment in a hundred exceeds, and memory."""
+
+    wait_s: float
+    resident_bytes: int
+    socket_bytes: int
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[int, int]]:
+    with canned_engine() as calm, canned_engine() as hostile:
+        yield calm, hostile
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, engines: tuple[int, int]) -> Iterator[Attacked]:
+    calm, hostile = engines
+    folder = tmp_path_factory.mktemp("attacked")
+    with attacked_gateway(folder, [f"http://127.0.0.1:{calm}"], hostile) as started:
+        served(started, CALM_S)
+        yield started
+        assert started.gateway.alive
+        assert "Traceback" not in started.gateway.said, started.gateway.said
+
+
+def served(home: Attacked, seconds: float) -> int:
+    """Send requests for this time, and so many at least: each is answered. The most memory of sockets meanwhile."""
+    most, number, until = 0, 0, monotonic() + seconds
+    with Wire(home.gateway.port) as wire:
+        while number < REQUESTS or monotonic() < until:
+            wire.send(REQUEST)
+            assert wire.answer().status == 200
+            number += 1
+            if number % 8 == 1:
+                most = max(most, home.cost.socket_bytes())
+    return most
+
+
+def slowness() -> float:
+    """How many times as much CPU time as on the machine of the bounds a piece of work takes here; 1 at least."""
+    began = thread_time()
+    sum(number * number for number in range(WORK))
+    return max(1.0, (thread_time() - began) / WORK_S)
+
+
+def attacked(home: Attacked, name: str) -> Seen:
+    """Make the attack while a client sends requests."""
+    resident = home.cost.resident_bytes
+    home.cost.restart_peak()
+    sockets = home.cost.socket_bytes()
+    with attacking(name, *home.ports) as done:
+        home.gaps()
+        most = served(home, ATTACK_S)
+        waited = wait_s(home.gaps(), 0.99)
+    assert done["connections"]
+    return Seen(waited, home.cost.peak_resident_bytes - resident, most - sockets)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_an_attack_costs_little_time_and_memory_and_no_request(home: Attacked, name: str) -> None:
+    """The wait has a few tries, since caches and hyperthreads are shared with others; memory has none."""
+    home.gaps()
+    served(home, CALM_S)
+    calm_s = wait_s(home.gaps(), 0.99)
+    waits: list[float] = []
+    while not waits or waits[-1] > max(2 * calm_s, calm_s + MOST_WAIT_S) * slowness():
+        assert len(waits) < TRIES, f"others wait too long: {waits}, {calm_s} without the attack"
+        seen = attacked(home, name)
+        waits.append(seen.wait_s)
+        budget = BODY_BUDGET if CORPUS[name].bodies else 0
+        assert seen.resident_bytes + seen.socket_bytes <= MOST_GROWTH + budget
