@@ -14,6 +14,7 @@ GOODPUT ?=
 SOAK   ?=
 OVERLOAD ?=
 RESTARTS ?=
+ATTACKS ?=
 TLS    ?=
 ISOLATION ?=
 BASE   ?=
@@ -28,7 +29,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma nixl kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +77,10 @@ bench-paired: $(VENV)/.dev ## CPU per request and chunk beside an older revision
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) tests/bench/paired.py $(BASE) $(PAIRED)
 
-bench-tls: $(VENV)/.dev ## CPU per request, chunk and new connection: the gateway and nginx, plain and with TLS, in alternation (BENCH_TLS="--compiled")
+bench-attacks: $(VENV)/.dev ## what each attack costs everyone else: latency without and with it, and memory (fifteen minutes; ATTACKS="--only heads")
+	$(PY) -m tests.load.attack_cost $(ATTACKS)
+
+tls: $(VENV)/.dev ## CPU per request, chunk and new connection: the gateway and nginx, plain and with TLS, in alternation (BENCH_TLS="--compiled")
 	$(PY) tests/bench/tls_cost.py $(BENCH_TLS)
 
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
@@ -124,6 +128,9 @@ gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minut
 
 restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
 	$(PY) -m tests.load.restarts $(RESTARTS)
+
+attacks: $(VENV)/.dev ## what each attack costs everyone else: latency without and with it, and memory (fifteen minutes; ATTACKS="--only heads")
+	$(PY) -m tests.load.attack_cost $(ATTACKS)
 
 tls: $(VENV)/.dev ## curl, openai SDK, Java and Node over TLS while certificates are exchanged: 6,000 requests, 0 may fail (two minutes; TLS="--only curl")
 	$(PY) -m tests.load.tls $(TLS)

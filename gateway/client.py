@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gateway.answer import GatewayError
+from gateway.large_bodies import Turn
 from gateway.upstream import Downstream
 
 
@@ -27,8 +28,9 @@ class Client(Downstream, Protocol):
         """The whole body, if it has come already; else nothing, and body() is to be awaited."""
         ...
 
-    async def body(self, hold: Callable[[int], None]) -> bytes:
-        """The whole body; raises GatewayError when it is refused. `hold` hears how much has come so far."""
+    async def body(self, hold: Callable[[int], None], turn: Turn | None = None) -> bytes:
+        """The whole body; raises GatewayError when it is refused. `hold` is called with the bytes that have come so
+        far. `turn` is awaited before a large body is joined."""
         ...
 
     def refuse(self, error: GatewayError, request_id: str) -> None: ...

@@ -18,6 +18,7 @@ from gateway.config import Limits
 from gateway.connections import ClientConnections, unread_too_large
 from gateway.errand import Errand, Landing, landing
 from gateway.head import Head, continues_head, is_unfinished, read_head
+from gateway.large_bodies import LARGE, Turn
 from gateway.lobby import Lobby
 from gateway.outbox import Outbox
 from gateway.talk import BODY, CLOSING, HEAD, IDLE, SERVING, Serve, Talk, add_piece
@@ -86,10 +87,11 @@ class Front(Talk, asyncio.Protocol):
         """The body, if it came with its head."""
         return b"" if self._missing else self._pieces.pop()
 
-    async def body(self, hold: Callable[[int], None]) -> bytes:
+    async def body(self, hold: Callable[[int], None], turn: Turn | None = None) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too slow, or `hold` has no room for it.
 
-        `hold` is told how many bytes have come so far, not how many were announced: announcing is free.
+        `hold` is told how many bytes have come so far, not how many were announced: announcing is free. A large body
+        is joined after `turn`.
         """
         if self._missing:
             hold(self._body_bytes - self._missing)
@@ -100,9 +102,14 @@ class Front(Talk, asyncio.Protocol):
                 self._gather(rest)
             try:
                 await self._landing
+                self.phase = SERVING
+                if turn is not None and self._body_bytes >= LARGE:
+                    await turn()
+            except BaseException:
+                self._pieces = []  # the connection may linger
+                raise
             finally:
                 self._hold = self._landing = None
-            self.phase = SERVING
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from gateway.answer import Failure, GatewayError
 from gateway.config import Config, WaitingRoom
 from gateway.errand import within
+from gateway.large_bodies import LargeBodies
 from gateway.quotas import Quotas
 from gateway.shared.news import News
 from policies import admission, waiting
@@ -234,7 +235,17 @@ def refusal(shed: Shed) -> GatewayError:
 class Gate:
     """All rooms, tenants' quotas, the memory for bodies, and the fleet's retry turns. Live: it outlives snapshots."""
 
-    __slots__ = ("_budget_bytes", "_news", "_retries", "_retrying", "_rooms", "body_bytes", "quotas", "stopping")
+    __slots__ = (
+        "_budget_bytes",
+        "_news",
+        "_retries",
+        "_retrying",
+        "_rooms",
+        "body_bytes",
+        "large_bodies",
+        "quotas",
+        "stopping",
+    )
 
     def __init__(self, config: Config) -> None:
         self._rooms: dict[str, Room] = {}
@@ -243,6 +254,7 @@ class Gate:
         self.stopping = False
         self._news: News | None = None
         self.quotas = Quotas()
+        self.large_bodies = LargeBodies()
         self.body_bytes = 0
         self.configure(config)
 

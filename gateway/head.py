@@ -70,7 +70,7 @@ def is_unfinished(data: bytes) -> bool:
 
 
 def continues_head(begun: bytes, data: bytes) -> bool:
-    """Whether an unfinished head is still one with `data` behind it. Takes time for `data` alone, however long it is."""
+    """Whether an unfinished head with `data` behind it is still one. Reads `data` alone, so that drips cost little."""
     if len(begun) + len(data) > MAX_UNFINISHED:
         return False
     if b"\r\n\r\n" in begun[-3:] + data:

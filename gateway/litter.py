@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 CALM = 64  # requests under way, at most: looking then takes a few milliseconds
 EVERY_S = 60.0
+MAPPED, KEPT = 256 * 1024, 4 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 AT_LATEST_S = 600.0
 
 
@@ -25,6 +27,17 @@ def tidy() -> None:
         trim(0)
 
 
+def give_back_large() -> None:
+    """Have the allocator give the memory of a large body back as soon as it is freed.
+
+    By itself glibc keeps up to 64 MiB of it once one was freed. Only glibc can be asked to.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        tune(_M_MMAP_THRESHOLD, MAPPED)
+        tune(_M_TRIM_THRESHOLD, KEPT)
+
+
 class Litter:
     """The collector of one gateway. One owner: the sweep."""
 
@@ -34,6 +47,7 @@ class Litter:
 
     def settle(self) -> None:
         """What exists now lives as long as the process: the collector need not walk it, nor look often."""
+        give_back_large()
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
 

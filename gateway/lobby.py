@@ -13,13 +13,14 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpRequestParser, HttpVersion10, HttpVersion11, RawRequestMessage, StreamWriter
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
+from gateway import refusals
 from gateway.answer import Failure, GatewayError, new_id
 from gateway.config import Limits
 from gateway.connections import ClientConnections, unread_too_large
+from gateway.large_bodies import LARGE, Turn
 from gateway.openai import LINE
 from gateway.outbox import Outbox
 from gateway.talk import Phase, Serve, Talk, add_piece
@@ -33,6 +34,8 @@ MAX_HEADERS = 128
 MAX_HEAD = 64 * 1024  # bytes of one request's head
 MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; more stays in the socket
 SLICE = 16 * 1024  # bytes that the parser gets at once: what it makes of them takes several times as much
+CHUNKED_SLICE = 4 * 1024  # as SLICE, for a body whose chunks may be of one byte: an object is made of each
+CHUNKS_OF_A_TURN = 64  # of a body that are read in one turn of the event loop
 MAX_UNUSED = 2**30  # aiohttp's own bound on requests that wait; here at most one does
 
 
@@ -40,20 +43,9 @@ class Lobby(Talk, RequestHandler):
     """A client connection: reads calls, hands them to `serve` or to aiohttp's application."""
 
     __slots__ = (
-        *(
-            "_ahead",
-            "_at",
-            "_body_read",
-            "_counted",
-            "_fronts",
-            "_head_bytes",
-            "_in_kernel",
-            "_limits",
-            "_message",
-            "_must_close",
-        ),
-        *("_newest_body", "_outbox", "_payload", "_serve", "_source", "address", "closes", "is_draining", "paused_at"),
-        *("phase", "since"),
+        *("_ahead", "_at", "_body_read", "_counted", "_fronts", "_head_bytes", "_in_kernel", "_is_chunked", "_limits"),
+        *("_message", "_must_close", "_newest_body", "_outbox", "_payload", "_serve", "_source", "address", "closes"),
+        *("is_draining", "paused_at", "phase", "since"),
     )
 
     def __init__(
@@ -86,6 +78,7 @@ class Lobby(Talk, RequestHandler):
         self._payload: StreamReader | None = None
         self._body_read = False
         self._newest_body: StreamReader | None = None
+        self._is_chunked = False
         self._ahead = b""
         self._at = self._head_bytes = self._counted = self._in_kernel = 0
 
@@ -105,10 +98,11 @@ class Lobby(Talk, RequestHandler):
         """Nothing: here a body is looked at before it is read."""
         return b""
 
-    async def body(self, hold: Callable[[int], None]) -> bytes:
+    async def body(self, hold: Callable[[int], None], turn: Turn | None = None) -> bytes:
         """The request's body, whole. Raises GatewayError when it is refused: too large, too slow, encoded, cut.
 
         `hold` is told how many bytes have come so far, not how many were announced: announcing is free. It may refuse.
+        A large body is joined after `turn`.
         """
         message, payload = self._message, self._payload
         assert message is not None
@@ -119,12 +113,14 @@ class Lobby(Talk, RequestHandler):
             return payload.read_nowait()
         self._enter(Phase.BODY)
         try:
-            body = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
+            pieces = await (self._read_chunked if message.chunked else self._read_sized)(payload, hold)
         except RequestPayloadError:
             raise GatewayError(Failure.BAD_REQUEST, "The request body is not framed correctly.") from None
         self._body_read = True
         self.phase = Phase.SERVING
-        return body
+        if turn is not None and payload.total_bytes >= LARGE:
+            await turn()
+        return b"".join(pieces)
 
     # The connection's life
 
@@ -174,12 +170,19 @@ class Lobby(Talk, RequestHandler):
     def _parse(self) -> None:
         """Feed the parser, up to the end of one request: the next one comes when that was served."""
         while self._at < len(self._ahead) and self._may_parse():
-            piece = self._ahead[self._at : self._at + SLICE]
+            piece = self._ahead[self._at : self._at + (CHUNKED_SLICE if self._is_chunked else SLICE)]
             self._at += len(piece)
             self._feed(piece)
+            if self._is_chunked and self._at < len(self._ahead):
+                self._loop.call_soon(self._parse_on)
+                break
         if self._at >= len(self._ahead):
             self._ahead, self._at = b"", 0
         self._count_unread()
+
+    def _parse_on(self) -> None:
+        if self.transport is not None:
+            self._parse()
 
     def _may_parse(self) -> bool:
         if self.phase is Phase.CLOSING or self._reading_paused:
@@ -194,12 +197,13 @@ class Lobby(Talk, RequestHandler):
         known = self._request_count
         super().data_received(piece)
         if self._request_count != known:
-            self._newest_body = self._messages[-1][1]
+            message, self._newest_body = self._messages[-1]
+            self._is_chunked = isinstance(message, RawRequestMessage) and message.chunked
             self._head_bytes = 0
         elif not self._in_body():
             self._head_bytes += len(piece)
             if self._head_bytes > MAX_HEAD:
-                self._refuse_head(_head_too_long())
+                self._refuse_head(refusals.head_too_long(MAX_HEAD))
 
     def _count_unread(self) -> None:
         """Count what belongs to no request yet in the budget of all connections; read on only while it is little."""
@@ -258,7 +262,7 @@ class Lobby(Talk, RequestHandler):
             elif self._request_count > 1:
                 # The next request came ahead. Other connections have their turns first.
                 await asyncio.sleep(0)
-                if self._force_close:
+                if bool(self._force_close):
                     break
             message, payload = self._messages.popleft()
             if self._parser is not None:
@@ -299,13 +303,13 @@ class Lobby(Talk, RequestHandler):
             self.closes = message.version >= HttpVersion11  # an answer to 1.0 says so in any case
         self._message, self._payload = message, payload
         self._body_read = False
-        if _head_size(message) > MAX_HEAD:
+        if refusals.head_size(message) > MAX_HEAD:
             self._must_close = True
-            self.refuse(_head_too_long(), new_id())
+            self.refuse(refusals.head_too_long(MAX_HEAD), new_id())
             return False
         if message.chunked and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked":
             self._must_close = True
-            self.refuse(_coding_not_known(), new_id())
+            self.refuse(refusals.coding_not_known(), new_id())
             return False
         api = LINE.get(message.path) or LINE.get(message.url.raw_path)  # the latter: a query, or absolute form
         if api is None or message.method not in ALLOWED:
@@ -317,7 +321,7 @@ class Lobby(Talk, RequestHandler):
     async def _ordinary(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         """aiohttp's own way, in this task."""
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
-            self.refuse(_expectation_failed(), new_id())
+            self.refuse(refusals.expectation_failed(), new_id())
             return False
         if message.method == "CONNECT":
             self.refuse(GatewayError(Failure.BAD_REQUEST, "This server is no proxy: CONNECT is refused."), new_id())
@@ -337,14 +341,8 @@ class Lobby(Talk, RequestHandler):
         return bool(response.keep_alive) and not (reset or self._must_close) and payload.is_eof()
 
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
-        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
-        if isinstance(problem, LineTooLong):
-            failure = Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
-            message = "The request line or a header is too long."
-        elif isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower():
-            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
         self._must_close = True
-        self.refuse(GatewayError(failure, message), new_id())
+        self.refuse(refusals.unparsed(problem, MAX_URI), new_id())
 
     # Reading a body
 
@@ -359,11 +357,11 @@ class Lobby(Talk, RequestHandler):
         if expect is None:
             return
         if expect.lower() != CONTINUE:
-            raise _expectation_failed()
+            raise refusals.expectation_failed()
         if self.transport is not None and self._payload is not None and not self._payload.is_eof():
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    async def _read_sized(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
+    async def _read_sized(self, payload: StreamReader, hold: Callable[[int], None]) -> list[bytes]:
         pieces = [payload.read_nowait()]
         total = len(pieces[0])
         hold(total)
@@ -373,9 +371,9 @@ class Lobby(Talk, RequestHandler):
             hold(total)
             add_piece(pieces, piece)
         pieces.append(payload.read_nowait())
-        return b"".join(pieces)
+        return pieces
 
-    async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> bytes:
+    async def _read_chunked(self, payload: StreamReader, hold: Callable[[int], None]) -> list[bytes]:
         pieces = [b""]
         total = chunks = 0
         while not payload.at_eof():
@@ -388,7 +386,9 @@ class Lobby(Talk, RequestHandler):
             hold(total)
             if chunks > self._limits.body_chunks:
                 raise GatewayError(Failure.TOO_LARGE, f"The body came in more than {self._limits.body_chunks} chunks.")
-        return b"".join(pieces)
+            if not chunks % CHUNKS_OF_A_TURN:
+                await asyncio.sleep(0)
+        return pieces
 
     def _too_large(self) -> GatewayError:
         return GatewayError(Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes.")
@@ -430,7 +430,7 @@ class Lobby(Talk, RequestHandler):
         transport = self.transport
         if transport is None:
             return
-        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
+        if not self._in_body() and not self._buffer_paused:
             transport.close()
         else:
             self._linger()
@@ -448,19 +448,3 @@ class Lobby(Talk, RequestHandler):
         if self._counted:
             self._counted = 0
             self._fronts.hold(self, 0, self._limits.unread_budget)
-
-
-def _head_size(message: RawRequestMessage) -> int:
-    return len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
-
-
-def _head_too_long() -> GatewayError:
-    return GatewayError(Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes.")
-
-
-def _coding_not_known() -> GatewayError:
-    return GatewayError(Failure.NOT_IMPLEMENTED, "The only transfer coding of a request's body is 'chunked'.")
-
-
-def _expectation_failed() -> GatewayError:
-    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is understood.")

@@ -6,6 +6,7 @@ by their quotes or brackets and never decoded: a list that holds anything but pr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from gateway.answer import Failure, GatewayError
 PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM takes both, together
 MULTIPLE = frozenset((PROMPT, "n", "best_of"))
 
+SLICE = 64 * 1024
+_ESCAPED = re.compile(rb"\\*.?", re.DOTALL)
 _LIST = ord("[")
 
 
@@ -38,7 +41,7 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     found = _read(members[PROMPT], most)
     embeds = members.get(EMBEDS)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
-        return found._replace(number=found.number + _checked(EMBEDS, _strings(bytes(embeds)), most))
+        return found._replace(number=found.number + _checked(EMBEDS, _strings(bytes(embeds), most), most))
     return found
 
 
@@ -56,7 +59,7 @@ def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     if memoryview(prompt)[0] != _LIST:
         return ONE
     text = bytes(prompt)
-    strings = _strings(text)
+    strings = _strings(text, most)
     if strings:
         return Prompts(_checked(PROMPT, strings, most))
     prompts = _checked(PROMPT, max(1, text.count(b"]") - 1), most)  # the list's own is one of them
@@ -66,11 +69,19 @@ def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     return Prompts(prompts, text.count(b",") + 1, longest)
 
 
-def _strings(text: bytes) -> int:
-    """How many strings there are in some JSON."""
-    if b"\\" in text:
-        text = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    return text.count(b'"') // 2
+def _strings(text: bytes, most: int) -> int:
+    """How many strings there are in some JSON, or more than `most`: then the rest of the text is not counted."""
+    quotes = start = 0
+    while start < len(text) and quotes <= 2 * most:
+        end = start + SLICE
+        if text[end - 1 : end] == b"\\" and (rest := _ESCAPED.match(text, end)):
+            end = rest.end()  # what is escaped stays with its backslash
+        part = text[start:end]
+        if b"\\" in part:
+            part = part.replace(rb"\\", b"__").replace(rb"\"", b"__")
+        quotes += part.count(b'"')
+        start = end
+    return quotes // 2
 
 
 def _checked(name: str, prompts: int, most: int) -> int:
@@ -80,5 +91,5 @@ def _checked(name: str, prompts: int, most: int) -> int:
 
 
 def _too_many(name: str, sequences: int, most: int) -> GatewayError:
-    message = f"The request asks for {sequences} sequences (prompts x choices). One request may ask for {most}."
+    message = f"The request asks for {sequences} sequences or more (prompts x choices). One request may ask for {most}."
     return GatewayError(Failure.BAD_REQUEST, message, param=name)

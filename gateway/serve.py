@@ -101,7 +101,7 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
     if snapshot.tenants:
         x.tenant = snapshot.authenticate(client.headers)
     wish = snapshot.levels.wish(client.headers, x.tenant)
-    body = client.body_at_hand() or await client.body(partial(x.hold, gate))
+    body = client.body_at_hand() or await _gather(gateway, x, client)
     x.received_at = received_at = monotonic()
     x.hold(gate, len(body))
     kept = gateway.accounts.kept
@@ -124,6 +124,12 @@ async def _line(gateway: Gateway, x: Exchange, client: Client) -> None:
             await _dispatch(gateway, x, client, route, call)
         else:
             await split.dispatch(gateway, route.split, x, client, route, call)
+
+
+async def _gather(gateway: Gateway, x: Exchange, client: Client) -> bytes:
+    """The body of a request that did not come in one read. A large one waits until it may be parsed."""
+    gate = gateway.gate
+    return await client.body(partial(x.hold, gate), partial(gate.large_bodies.turn, x.tenant or x.client))
 
 
 async def _enter(gateway: Gateway, snapshot: Snapshot, x: Exchange, route: Route, call: Call) -> Route:

@@ -259,6 +259,7 @@ class Recorder(Renamer):
             self._unfinished.append(payload)
             self._unfinished_bytes += len(payload)
         if self._unfinished_bytes > MOST_EVENT:
+            self._unfinished.clear()
             raise UpstreamBroke("framing", f"the engine sent an event of more than {MOST_EVENT} bytes")
         return ready
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
@@ -16,14 +16,13 @@ from tests.e2e.processes import ENV, Gateway, running, whole
 from tests.e2e.timed_gateway import TICK_S
 
 MIB = 2**20
-BODY_BUDGET = 64 * MIB
 MOST_GROWTH = 32 * MIB  # beyond the body budget
 KEYS = {"CALM_KEY": "sk-bench", "ATTACKER_KEY": "sk-attacker", "ADMIN_KEY": "sk-admin"}
 CONFIG = """
 tenants: [{{name: calm, key: '${{CALM_KEY}}'}}, {{name: attacker, key: '${{ATTACKER_KEY}}'}}]
 admin: {{key: '${{ADMIN_KEY}}'}}
 models:
-  - {{name: demo, pool: calm}}
+  - {{name: {model}, pool: calm}}
   - {{name: hostile, aliases: [alias], pool: hostile}}
   - {{name: resumed, pool: hostile, resume: {{}}}}
 pools:
@@ -79,12 +78,17 @@ def canned_engine(*options: str) -> Iterator[int]:
 
 
 @contextmanager
-def attacked_gateway(folder: Path, calm: list[str], hostile: int) -> Iterator[Attacked]:
-    """A gateway before the URLs in `calm`, which serve model `demo`, and the attacker's engine at a port."""
+def attacked_gateway(
+    folder: Path, calm: list[str], hostile: int, model: str = "demo", prefix: Sequence[str] = ()
+) -> Iterator[Attacked]:
+    """A gateway before the URLs in `calm`, which serve the model, and the attacker's engine at a port.
+
+    `prefix` goes before its command: taskset, nice.
+    """
     urls = ", ".join(f"{{url: '{url}', max_concurrency: 8192}}" for url in calm)
     file = folder / "gateway.yaml"
-    file.write_text(whole(CONFIG.format(calm=urls, hostile=hostile)))
-    command = [sys.executable, "-m", "tests.e2e.timed_gateway", "serve", "--config", str(file)]
+    file.write_text(whole(CONFIG.format(calm=urls, hostile=hostile, model=model)))
+    command = [*prefix, sys.executable, "-m", "tests.e2e.timed_gateway", "serve", "--config", str(file)]
     with running(command, env=ENV | KEYS, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         assert process.stderr is not None
         started = Gateway(process)

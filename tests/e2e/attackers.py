@@ -192,7 +192,7 @@ def unfinished() -> bytes:
 
 
 def many() -> int:
-    """Connections of one address: nearly `limits.connections_per_address`, where the system lets a process have them."""
+    """Connections of one address: nearly `limits.connections_per_address`, if a process may have as many."""
     return min(4000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100)
 
 
@@ -204,14 +204,15 @@ def dry_run() -> bytes:
 
 @dataclass(frozen=True)
 class CostlyAttack:
-    """An attack. `bodies`: it may fill the body budget, which comes on top of the memory that an attack may take."""
+    """An attack. `budget`: bytes of a configured budget that it may fill, on top of the memory it may take anyway."""
 
     name: str
     script: Callable[[], Script]  # some are megabytes
-    bodies: bool = False
+    budget: int = 0
 
 
 MIB = 2**20
+BODIES, UNREAD = 64 * MIB, 16 * MIB  # limits.body_budget, limits.unread_budget
 BODY_HEAD = '{"model":"hostile","messages":[{"role":"user","content":"'
 CHUNKED = "Transfer-Encoding: chunked"
 LONG = 30_000_000
@@ -221,10 +222,12 @@ CLIENTS = [
     CostlyAttack("pipelined refusals", lambda: Script(4, body(b"{}") * 200)),
     CostlyAttack("pipelined requests", lambda: Script(4, call() * 200)),
     CostlyAttack("pipelined GETs", lambda: Script(4, head(start="GET /v1/models HTTP/1.1") * 200)),
-    CostlyAttack("requests behind one that waits", lambda: Script(256, call(user="hold") + call() * 2000, once=True)),
-    CostlyAttack("refusals whose answers are not read", lambda: Script(64, body(b"{}") * 200, reads=False)),
-    CostlyAttack("unfinished heads", lambda: Script(500, unfinished(), once=True)),
-    CostlyAttack("unfinished heads in small pieces", lambda: Script(64, unfinished(), once=True, piece=64)),
+    CostlyAttack(
+        "requests behind one that waits", lambda: Script(256, call(user="hold") + call() * 2000, once=True), UNREAD
+    ),
+    CostlyAttack("refusals whose answers are not read", lambda: Script(64, body(b"{}") * 200, reads=False), UNREAD),
+    CostlyAttack("unfinished heads", lambda: Script(500, unfinished(), once=True), UNREAD),
+    CostlyAttack("unfinished heads in small pieces", lambda: Script(64, unfinished(), once=True, piece=64), UNREAD),
     CostlyAttack("heads that drip", lambda: Script(1000, head("X: a")[:-4], once=True, drip=b"a")),
     CostlyAttack(
         "bodies that drip",
@@ -236,7 +239,7 @@ CLIENTS = [
     CostlyAttack(
         "bodies that are never whole",
         lambda: Script(8, head(f"Content-Length: {LONG}") + b" " * 28 * MIB, once=True),
-        bodies=True,
+        budget=BODIES,
     ),
     CostlyAttack("idle connections", lambda: Script(many(), b"")),
     CostlyAttack("connections beyond the limit", lambda: Script(many() + 500, b"")),
@@ -259,19 +262,19 @@ CLIENTS = [
 ]
 
 BODIES = [
-    CostlyAttack("a million prompts", lambda: Script(2, prompts(b'"a"')), bodies=True),
-    CostlyAttack("a million prompts with escapes", lambda: Script(2, prompts(rb'"\""')), bodies=True),
-    CostlyAttack("a million lists of tokens", lambda: Script(2, prompts(b"[1]")), bodies=True),
-    CostlyAttack("a million members", lambda: Script(2, members()), bodies=True),
-    CostlyAttack("a depth that never closes", lambda: Script(2, body(b"[" * MIB)), bodies=True),
-    CostlyAttack("a hundred thousand messages", lambda: Script(2, messages(b"a", 100_000)), bodies=True),
-    CostlyAttack("a prompt of 8 MiB", lambda: Script(2, messages(b"a " * 4 * MIB, 1)), bodies=True),
-    CostlyAttack("30 MiB of blanks", lambda: Script(2, body(b" " * 30 * MIB)), bodies=True),
-    CostlyAttack("30 MiB that is no JSON", lambda: Script(2, body(b"{" + b"a" * 30 * MIB)), bodies=True),
+    CostlyAttack("a million prompts", lambda: Script(2, prompts(b'"a"')), budget=BODIES),
+    CostlyAttack("a million prompts with escapes", lambda: Script(2, prompts(rb'"\""')), budget=BODIES),
+    CostlyAttack("a million lists of tokens", lambda: Script(2, prompts(b"[1]")), budget=BODIES),
+    CostlyAttack("a million members", lambda: Script(2, members()), budget=BODIES),
+    CostlyAttack("a depth that never closes", lambda: Script(2, body(b"[" * MIB)), budget=BODIES),
+    CostlyAttack("a hundred thousand messages", lambda: Script(2, messages(b"a", 100_000)), budget=BODIES),
+    CostlyAttack("a prompt of 8 MiB", lambda: Script(2, messages(b"a " * 4 * MIB, 1)), budget=BODIES),
+    CostlyAttack("30 MiB of blanks", lambda: Script(2, body(b" " * 30 * MIB)), budget=BODIES),
+    CostlyAttack("30 MiB that is no JSON", lambda: Script(2, body(b"{" + b"a" * 30 * MIB)), budget=BODIES),
     CostlyAttack(
         "fifty thousand duplicates",
         lambda: Script(2, body(b'{"messages":[]' + b',"model":"hostile"' * 50_000 + b"}")),
-        bodies=True,
+        budget=BODIES,
     ),
 ]
 

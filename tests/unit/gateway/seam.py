@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
@@ -113,6 +113,7 @@ class House:
         self._manager = web.Server(self._ordinary, handler_cancellation=True)
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()
+        self.hold: Callable[[int], None] = lambda _: None
         self.budget = Bytes()
         self.refused: list[str] = []
         self.fronts = ClientConnections(self.budget, Networks(()), self.refused.append)
@@ -140,7 +141,7 @@ class House:
 
     async def _serve(self, client: Client, api: Api) -> None:
         try:
-            body = await client.body(lambda _: None)
+            body = await client.body(self.hold)
         except GatewayError as error:
             client.refuse(error, "req_1")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answer import Failure, GatewayError
 from gateway.config import Limits
 from gateway.connections import ClientConnections
 from gateway.front import MAX_AHEAD
@@ -389,5 +391,47 @@ async def test_a_body_in_tiny_pieces_is_kept_in_few(monkeypatch: pytest.MonkeyPa
     await turns()
     assert most < 12
     assert [body for _, body, _ in house.served] == [b"x" * 40_000]
+    pipe.close()
+    await turns()
+
+
+async def test_a_body_of_many_tiny_chunks_is_parsed_in_many_turns() -> None:
+    house = House()
+    lobby, other = house.lobby(), house.front()
+    pipes = [Pipe(lobby), Pipe(other)]
+    for protocol, pipe in zip((lobby, other), pipes, strict=True):
+        protocol.connection_made(pipe)
+    chunks = b"1\r\nx\r\n" * 10_000 + b"0\r\n\r\n"
+    lobby.data_received(request(b"", length="Transfer-Encoding: chunked") + chunks)
+    for _ in range(5):
+        await turns()
+        other.data_received(request())
+    assert [body for _, body, _ in house.served] == [b"{}"] * 5
+    for _ in range(30):
+        await turns()
+    assert house.served[-1][1] == b"x" * 10_000
+    for pipe in pipes:
+        pipe.close()
+    await turns()
+
+
+@pytest.mark.parametrize("kind", ["front", "lobby"])
+async def test_a_refused_body_is_freed_while_its_connection_lingers(kind: str) -> None:
+    house = House()
+
+    def refuse(body_bytes: int) -> None:
+        if body_bytes > 150_000:
+            raise GatewayError(Failure.OVERLOADED, "full")
+
+    house.hold = refuse
+    protocol = house.front() if kind == "front" else house.lobby()
+    pipe = Pipe(protocol)
+    protocol.connection_made(pipe)
+    odd = () if kind == "front" else ("X_Odd: 1",)
+    await pipe.deliver(request(b"", *odd, length="Content-Length: 300000") + b"x" * 100_000)
+    await pipe.deliver(b"x" * 100_000)
+    assert pipe.half_closed
+    kept = [value for name in ("_ahead", "_pieces") if (value := getattr(protocol, name, None))]
+    assert not kept
     pipe.close()
     await turns()

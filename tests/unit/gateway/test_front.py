@@ -7,6 +7,7 @@ import itertools
 import socket
 import struct
 from time import monotonic
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest

@@ -6,11 +6,14 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.answer import Failure, GatewayError
 from gateway.config import Tenant
 from gateway.openai import Api, Call, Caller, parse
 from gateway.quotas import Quotas
+from gateway.sequences import SLICE, _strings
 from gateway.slo import NOTHING
 from policies.model import STANDARD, Slo
 from tests.fair_time import Stopwatch, pace
@@ -75,7 +78,7 @@ def test_as_many_sequences_as_the_limit_pass_and_one_more_is_refused(prompt: lis
     assert refusal(prompt * (MOST + 1)).param == "prompt"
     assert parsed(prompt * 64, n=4).request.choices == MOST
     assert refusal(prompt * 64, n=5).message == (
-        "The request asks for 320 sequences (prompts x choices). One request may ask for 256."
+        "The request asks for 320 sequences or more (prompts x choices). One request may ask for 256."
     )
     assert parsed(prompt * 64, best_of=4, n=2).request.choices == 128
     assert refusal(prompt * 64, best_of=5).param == "prompt"
@@ -111,6 +114,17 @@ def test_millions_of_prompts_are_refused_without_decoding_them(prompt: bytes) ->
     took = Stopwatch()
     refusal(prompt)
     assert took.fair_s < 0.5 * pace()
+
+
+def test_prompts_are_not_counted_on_beyond_the_limit() -> None:
+    prompt = b"[" + b'"",' * 2**21 + b'""]'
+    assert 256 < _strings(prompt, 256) < SLICE
+
+
+@given(st.binary(max_size=40).map(lambda tail: b'\\"' * (SLICE // 2 - 10) + tail.replace(b'"', b"")))
+def test_escapes_that_a_slice_would_cut_are_not_cut(text: bytes) -> None:
+    inside = text[: len(text) - (len(text) - len(text.rstrip(b"\\"))) % 2]  # no escape is left open
+    assert _strings(b'["' + inside + b'","b"]', 256) == 2
 
 
 def test_a_tenants_quota_counts_every_prompt_as_a_request() -> None:
