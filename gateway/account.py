@@ -191,10 +191,10 @@ class AccessLog:
 class _Children:
     """The metrics of one model on one endpoint with one outcome, found once."""
 
-    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_requests", "_tpot", "_ttft")
+    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_tpot", "_ttft", "requests")
 
     def __init__(self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str) -> None:
-        self._requests: Counter = metrics.requests_total.labels(model, str(status), reason)
+        self.requests: Counter = metrics.requests_total.labels(model, str(status), reason)
         self._ttft: Histogram = metrics.ttft_seconds.labels(model, endpoint)
         self._tpot: Histogram = metrics.tpot_seconds.labels(model, endpoint)
         self._e2e: Histogram = metrics.e2e_seconds.labels(model)
@@ -211,7 +211,7 @@ class _Children:
             first, last = relay.first_byte_at or now, relay.last_at or now
             ttft_s = first - received
             tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
-        self._requests.value += 1.0
+        self.requests.value += 1.0
         self._ttft.mark((ttft_s, now, x.id, trace_id))
         self._e2e.observe(now - received)
         if tpot_s is not None:
@@ -260,6 +260,11 @@ class Accounts:
             self.kept.compare(ask, pick)
         if policy.terms is not None and self.explained.size:
             x.before = before(policy, pick)
+
+    @property
+    def answered(self) -> float:
+        """Requests whose answer has begun and that are over. It begins again when configurations have changed a lot."""
+        return sum(children.requests.value for children in self._children.values())
 
     def close(self, x: Exchange) -> None:
         """The last stage of the line. What is left to do for it waits for the end of this turn of the loop."""

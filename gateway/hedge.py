@@ -166,38 +166,36 @@ class Race:
 
 
 class Hedger:
-    """Starts hedges and moves. `waiting` is appended to by serve.py, `retrying` by attempts.py.
+    """Starts hedges and moves. serve.py adds to `waiting` and removes from it, attempts.py adds to `retrying`.
 
     allowed   hedges that the share of requests leaves now; `sent` and `moved` count
     retrying  requests that may hold a turn of the retry budget
     """
 
-    __slots__ = ("_credit", "_old", "allowed", "moved", "retrying", "sent", "waiting")
+    __slots__ = ("_answered", "_credit", "allowed", "moved", "retrying", "sent", "waiting")
 
     def __init__(self, share: float) -> None:
         """`share`: hedges of all requests."""
-        self.waiting: list[Waiting] = []
+        self.waiting: dict[Exchange, tuple[Client, Route]] = {}
         self.retrying: list[Exchange] = []
-        self._old, self._credit = 0, CREDIT
+        self._answered, self._credit = 0.0, float(CREDIT)
         self.allowed = share * CREDIT
         self.sent = self.moved = 0
 
     def sweep(self, gateway: Gateway, now: float) -> None:
         """Look at all requests without a first byte. Due four times a second."""
         share = gateway.snapshot.config.retries.hedge
-        waiting, self.waiting = self.waiting, []
-        came = len(waiting) - self._old
+        answered, before = gateway.accounts.answered, self._answered
+        self._answered = answered
+        came = max(0.0, answered - before)
         paid_back = min(self._credit, came)
         self._credit -= paid_back
         self.allowed = min(MOST_SAVED, self.allowed + share * (came - paid_back))
-        for one in waiting:
-            x = one[0]
+        for x, (client, route) in tuple(self.waiting.items()):
             if x.status or x.retries or x.committed:  # over, or no longer without a byte at its first endpoint
-                continue
-            self.waiting.append(one)
-            if x.hedge is None and not x.retrying:
-                self._look(gateway, one, now, share > 0)
-        self._old = len(self.waiting)
+                del self.waiting[x]
+            elif x.hedge is None and not x.retrying:
+                self._look(gateway, (x, client, route), now, share > 0)
         for x in self.retrying:
             if x.committed:
                 x.end_retry(gateway.gate)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from math import ceil, log
 from time import monotonic, time
 from typing import Generic, TypeVar
 
@@ -19,7 +20,7 @@ import msgspec
 from prometheus_client import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from gateway.sketch import bucket_of
+from gateway.sketch import LEAST, MOST, PER_LOG
 
 OTHER = "other"
 """What a label says once it has shown as many values as it may."""
@@ -182,7 +183,8 @@ class Histogram:
         at = bisect_left(self._bounds, value)
         self.counts[at] += 1
         self.sum += value
-        self.sketch[bucket_of(value)] += 1
+        inside = LEAST if value < LEAST else value if value < MOST else MOST
+        self.sketch[ceil(log(inside) * PER_LOG)] += 1
         if not self.marks:
             self.marks = [None] * len(self.counts)
         self.marks[at] = mark

@@ -66,6 +66,7 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
     Api.COMPLETIONS: ("prompt",),
 }
+CONVERSATION: Mapping[Api, str] = {api: names[-1] for api, names in PROMPT_MEMBERS.items()}
 _BEFORE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
 DEFAULT_OUTPUT_TOKENS = 256
 EXPECTED_CEILING = 2048  # max_tokens is a bound, seldom a plan: one client's million must not pass for a full house
@@ -170,11 +171,10 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
     if model is None:
         raise _unknown_model(asked, models)
     served, numbers = model.served_model, _numbers(members)
-    names = PROMPT_MEMBERS[api]
-    name = names[-1]
+    name = CONVERSATION[api]
     if name not in members:
         raise GatewayError(Failure.BAD_REQUEST, f"Missing required parameter: '{name}'.", param=name)
-    prompt = (members[name],) if _BEFORE.isdisjoint(members) else _prompt(names, members)
+    prompt = (members[name],) if _BEFORE.isdisjoint(members) else _prompt(PROMPT_MEMBERS[api], members)
     ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
         prompts, ids, longest = read_prompts(members, model.sequences)
@@ -317,8 +317,10 @@ def _refuse_odd(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     The members found, written compactly, are never longer than the body, and exactly as long only if the body is
     compact and has no other member. SDKs send that form, so the walk below is for hand-written bodies.
     """
-    if len(body) > MAX_DIGITS:
-        _refuse_long_numbers(members)
+    if len(body) > MAX_DIGITS and members:
+        longest = max(members.values(), key=len)  # nearly always the conversation: then no other one is long
+        if len(body) - len(longest) > MAX_DIGITS or memoryview(longest)[0] not in _OPENING:
+            _refuse_long_numbers(members)
     compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
     if compact != len(body):
         _walk(body, members)

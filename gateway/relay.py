@@ -117,25 +117,18 @@ class Relay:
         self.choices = choices
         self.state = HEAD
         self.head: Head | None = None
-        self.committed = self.refused = self.failed_in_stream = False
-        self._sse = self._rebuild = self._done = self._torn = False
-        self.events = self.bytes_out = self.status = self._said = self._guesses = 0
+        self.committed = self.refused = self.failed_in_stream = self._sse = False
+        self.events = self.bytes_out = self.status = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
         self.last_at: float | None = None
         self.refusal = b""
         self._body: Body = UNREAD
         self._pending = b""  # an unfinished head or first event
-        self._carry = b""  # an unfinished event
-        self._last = b""  # the newest payload, with the event it began in
-        self._held = b""  # an unfinished size line, not shown yet
         self._usage = b""  # the newest payload that tells token counts
         self._reason = b""  # the newest payload that tells why generation ended, until it is read
-        self._reason_marker = REASON
-        self._finished: frozenset[int] = frozenset()  # indices of choices, where there are several
         self._counts: Usage | None = None
         self._finish: str | None = None
-        self._like: Likeness | None = None  # how the events of a stream look that passes as it came
 
     @property
     def untouched(self) -> bool:
@@ -267,7 +260,15 @@ class Relay:
         if 100 <= head.status < 200:
             return
         self.head = head
-        self._rebuild = self.http_1_0 or self.renamer is not None
+        # What follows is needed by an answer that does not come whole in one read.
+        self._done = self._torn = False
+        self._said = self._guesses = 0
+        self._carry: bytes = b""  # an unfinished event
+        self._last: bytes = b""  # the newest payload, with the event it began in
+        self._held: bytes = b""  # an unfinished size line, not shown yet
+        self._finished: frozenset[int] = frozenset()  # indices of choices, where there are several
+        self._like: Likeness | None = None  # how the events of a stream look that passes as it came
+        self._rebuild: bool = self.http_1_0 or self.renamer is not None
         self._body = body_for(head)
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
@@ -326,7 +327,9 @@ class Relay:
         self.state, self.committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_at = now
         self._usage = self._reason = payload
-        self._first()
+        on_first, self.on_first = self.on_first, None  # see _first
+        if on_first is not None:
+            on_first()
         out = b"".join((head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload))
         self.bytes_out = len(out)
         return out

@@ -172,6 +172,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
         fingerprint = x.fingerprint = endpoints.prefixes.of(call, route.name)
     problem: UpstreamBroke | None = None
     left_out: Sequence[str] = ()
+    waiting = gateway.hedger.waiting
     try:
         while True:
             ask = endpoints.ask(request, fingerprint, left_out)
@@ -183,7 +184,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
                 _watch(gateway, x, route, ask, pick)
             with endpoints.book(pick, request, fingerprint) as booking:
                 x.booked(route.room, ask, pick)
-                gateway.hedger.waiting.append((x, client, route))
+                waiting[x] = client, route
                 try:
                     return await route.leg(route, x, call, client, booking)
                 except UpstreamBroke as broke:
@@ -202,6 +203,7 @@ async def _dispatch(gateway: Gateway, x: Exchange, client: Client, route: Route,
             x.retries.append(pick.candidate.endpoint.name)
             left_out = await retry(gateway, x, problem, partial(_choose, endpoints, x, route, request))
     finally:
+        waiting.pop(x, None)
         if x.retrying:
             _end_retries(gateway, x)
 

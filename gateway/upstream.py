@@ -28,12 +28,8 @@ JOIN_LIMIT = 64 * 1024  # above it a second buffer costs less than a copy
 LOST = ("reset", "no_answer")  # kinds of a connection that ended without a byte of an answer
 FRESH_S = 5.0  # a connection lost later than this may be a proxy's idle timeout on a long silent answer
 # Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-OWN_ERRORS = frozenset(
-    {
-        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL),
-        *(errno.EACCES, errno.EPERM, errno.EAGAIN),
-    }
-)
+_OWN = "EMFILE ENFILE ENOBUFS ENOMEM EADDRNOTAVAIL EACCES EPERM EAGAIN"
+OWN_ERRORS = frozenset(getattr(errno, name) for name in _OWN.split())
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux's
 
 
@@ -70,14 +66,14 @@ class Connection:
     """
 
     __slots__ = (
-        *("_called_off", "_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay", "_transport"),
-        *("heard_at", "idle_since"),
+        *("_called_off", "_done", "_downstream", "_outbox", "_paused", "_pool", "_quick", "_relay"),
+        *("heard_at", "idle_since", "transport"),
     )
 
     def __init__(self, pool: Upstream) -> None:
         self._pool = pool
         self._outbox: Outbox = pool.outbox
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None
         self._done: Landing | None = None
@@ -88,12 +84,12 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
     def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
         """Send a request; its answer flows until the future is done. The future may raise UpstreamBroke."""
         done = self._done = landing(self._outbox.loop)
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             self._finish(UpstreamBroke("reset", "the connection was closed before the request was sent"))
             return done
@@ -113,8 +109,8 @@ class Connection:
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def call_off(self) -> None:
         """Half-close: engines take it as the abort too, but an answer that is on its way already can still be read.
@@ -123,8 +119,8 @@ class Connection:
         """
         self._outbox.flush()
         self._called_off = True  # nothing can be sent on it any more
-        if self.open and self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.open and self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
 
     @property
     def is_fresh(self) -> bool:
@@ -142,15 +138,15 @@ class Connection:
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes: stop reading, so that the socket fills, not memory."""
-        if self.open and self._transport is not None and not self._paused:
+        if self.open and self.transport is not None and not self._paused:
             self._paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.open and self._transport is not None and self._paused:
+        if self.open and self.transport is not None and self._paused:
             self._paused = False
             self.heard_at = monotonic()
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     @property
     def owed(self) -> bool:
@@ -175,7 +171,7 @@ class Connection:
         return now - self.heard_at > limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop sets TCP_NODELAY on every TCP transport
         self._pool.connections.add(self)
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER // 2)
@@ -218,9 +214,9 @@ class Connection:
         stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once, which ends it.
         """
         self._quick = False
-        if QUICKACK is not None and self.open and self._transport is not None:
+        if QUICKACK is not None and self.open and self.transport is not None:
             with suppress(OSError):  # a kernel that has no such option: one packet for each, then
-                self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
+                self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def catch_up(self, relay: Relay, data: bytes) -> None:
         """What came for this relay and was put off."""
@@ -248,7 +244,7 @@ class Connection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._outbox.hurry(self)
-        self._transport = None
+        self.transport = None
         self._pool.forget(self)
         self._finish(UpstreamBroke("reset", f"the connection to the engine was lost: {exc or 'closed'}"))
 
@@ -261,7 +257,9 @@ class Connection:
         if done is None:
             return
         self._done = None
-        if error is None and relay is not None and relay.reusable and self.open and not self._called_off:
+        transport = self.transport
+        is_usable = transport is not None and not transport.is_closing() and not self._called_off
+        if error is None and is_usable and relay is not None and relay.reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
             if self._paused:  # the client may have been slow to the end; the next one is not
@@ -356,7 +354,8 @@ class Upstream:
         oldest = monotonic() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and connection.idle_since > oldest:
+            transport = connection.transport
+            if transport is not None and not transport.is_closing() and connection.idle_since > oldest:
                 return connection
             connection.abort()
         return None

@@ -240,6 +240,19 @@ async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_
         assert hedger.allowed == 0.05 * CREDIT
 
 
+async def test_a_request_that_is_over_is_not_kept_until_the_next_sweep() -> None:
+    """Thousands a second would be in memory at once, none of which waits for anything."""
+    async with pool(decodes, holds, saved=None) as running:
+        hedger = running.app.gateway.hedger
+        waiting = asyncio.ensure_future(running.ask())
+        await running.ask()
+        assert len(hedger.waiting) == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await running.at_rest()
+        assert not hedger.waiting
+
+
 async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> None:
     async with pool(holds, decodes, saved=0.0) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))

@@ -369,8 +369,8 @@ async def test_sockets_send_at_once_and_carry_the_engines_own_key() -> None:
     async with engines() as made:
         await made.ask()
         (connection,) = made.upstream.connections
-        assert connection._transport is not None
-        raw = connection._transport.get_extra_info("socket")
+        assert connection.transport is not None
+        raw = connection.transport.get_extra_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert b"authorization: Bearer the-engines-key\r\n" in made.upstream.head("/v1/completions")
 
@@ -480,8 +480,8 @@ async def test_a_stream_that_flows_is_acknowledged_by_twos_and_a_new_request_as_
 
 def sock_of(client: Client) -> socket.socket:
     assert client.source is not None
-    assert client.source._transport is not None
-    found: socket.socket = client.source._transport.get_extra_info("socket")
+    assert client.source.transport is not None
+    found: socket.socket = client.source.transport.get_extra_info("socket")
     return found
 
 
