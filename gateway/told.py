@@ -118,7 +118,10 @@ def undecided(stream: bytes, patient: bool) -> bool:
 def error_in(stream: bytes, patient: bool) -> re.Match[bytes] | None:
     """The error that a stream begins with, as it came: its first event or, where there is patience, what comes before
     the first token."""
-    return ERROR_EVENT.search(stream) if patient else ERROR_EVENT.search(stream, 0, FIRST_EVENT)
+    end = len(stream) if patient else FIRST_EVENT
+    if stream.find(b'"error"', 0, end) < 0:  # far faster than the pattern, and all that nearly every stream needs
+        return None
+    return ERROR_EVENT.search(stream, 0, end)
 
 
 def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:

@@ -7,7 +7,7 @@ on the wall clock.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import monotonic, thread_time
+from time import monotonic
 from typing import NamedTuple
 
 import pytest
@@ -25,8 +25,8 @@ REQUEST = post(
     "Authorization: Bearer sk-bench",
 )
 CALM_S, BEGUN_S, ATTACK_S, REQUESTS = 0.1, 0.1, 0.35, 10
-MOST_WAIT_S, MOST_AGENT_S = 0.005, 2.0
-WORK, WORK_S = 200_000, 0.008
+MOST_WAIT_S, MOST_AGENT_S = 0.005, 5.0
+REQUEST_S = 0.00025  # CPU time of a request on a free core of the machine that the bounds were written on
 
 
 class Seen(NamedTuple):
@@ -54,8 +54,15 @@ def home(tmp_path_factory: pytest.TempPathFactory, engines: tuple[int, int]) -> 
         assert "Traceback" not in started.gateway.said, started.gateway.said[-2000:]
 
 
-def served(home: Attacked, seconds: float) -> int:
-    """Send requests for this time, and so many at least: each is answered. The most memory of sockets meanwhile."""
+class Served(NamedTuple):
+    """How many requests were answered, and the most memory of sockets meanwhile."""
+
+    number: int
+    socket_bytes: int
+
+
+def served(home: Attacked, seconds: float) -> Served:
+    """Send requests for this time, and so many at least: each is answered."""
     most, number, until = 0, 0, monotonic() + seconds
     with Wire(home.gateway.port) as wire:
         while number < REQUESTS or monotonic() < until:
@@ -64,14 +71,16 @@ def served(home: Attacked, seconds: float) -> int:
             number += 1
             if number % 8 == 1:
                 most = max(most, home.cost.socket_bytes())
-    return most
+    return Served(number, most)
 
 
-def slowness() -> float:
-    """How many times as much CPU time as on the machine of the bounds a piece of work takes here; 1 at least."""
-    began = thread_time()
-    sum(number * number for number in range(WORK))
-    return max(1.0, (thread_time() - began) / WORK_S)
+def calm(home: Attacked) -> tuple[float, float]:
+    """Without an attack: the wait that one moment in a hundred exceeds, and how slow the core is, 1 at least."""
+    home.gaps()
+    before = home.cost.cpu_s
+    number = served(home, CALM_S).number
+    slowness = max(1.0, (home.cost.cpu_s - before) / number / REQUEST_S)
+    return wait_s(home.gaps(), 0.99), slowness
 
 
 def attacked(home: Attacked, name: str) -> Seen:
@@ -82,7 +91,7 @@ def attacked(home: Attacked, name: str) -> Seen:
     with attacking(name, *home.ports) as done:
         served(home, BEGUN_S)
         home.gaps()
-        most = served(home, ATTACK_S)
+        most = served(home, ATTACK_S).socket_bytes
         waited = wait_s(home.gaps(), 0.99)
     assert done["connections"]
     return Seen(waited, home.cost.peak_resident_bytes - resident, most - sockets)
@@ -91,12 +100,12 @@ def attacked(home: Attacked, name: str) -> Seen:
 @pytest.mark.parametrize("name", CORPUS)
 def test_an_attack_costs_little_time_and_memory_and_no_request(home: Attacked, name: str) -> None:
     """The wait has a few tries, since caches and hyperthreads are shared with others; memory has none."""
-    home.gaps()
-    served(home, CALM_S)
-    calm_s = wait_s(home.gaps(), 0.99)
     waits: list[float] = []
-    while not waits or waits[-1] > max(2 * calm_s, calm_s + MOST_WAIT_S) * slowness():
-        assert len(waits) < TRIES, f"others wait too long: {waits}, {calm_s} without the attack"
+    bound_s = 0.0
+    while not waits or waits[-1] > bound_s:
+        assert len(waits) < TRIES, f"others wait too long: {waits}, {bound_s} at most"
+        calm_s, slowness = calm(home)
+        bound_s = max(2 * calm_s, calm_s + MOST_WAIT_S * slowness)
         seen = attacked(home, name)
         waits.append(seen.wait_s)
         assert seen.resident_bytes + seen.socket_bytes <= MOST_GROWTH + CORPUS[name].budget
@@ -108,4 +117,4 @@ async def test_members_link_with_an_agent_while_strangers_hold_its_port_open() -
         with idle_sockets(source.port, 64):
             assert len(await link_times(source, 20)) == 20
         assert source.cost.resident_bytes - resident < MOST_GROWTH
-        assert source.cost.cpu_s - cpu_s < MOST_AGENT_S * slowness()
+        assert source.cost.cpu_s - cpu_s < MOST_AGENT_S
