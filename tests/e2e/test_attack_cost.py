@@ -24,7 +24,7 @@ REQUEST = post(
     "/v1/chat/completions",
     "Authorization: Bearer sk-bench",
 )
-CALM_S, BEGUN_S, ATTACK_S, REQUESTS = 0.1, 0.1, 0.35, 10
+CALM_S, BEGUN_S, ATTACK_S, REQUESTS = 0.05, 0.05, 0.25, 10
 MOST_WAIT_S, MOST_AGENT_S = 0.005, 5.0
 REQUEST_S = 0.00025  # CPU time of a request on a free core of the machine that the bounds were written on
 
