@@ -12,6 +12,7 @@ from time import monotonic, thread_time
 
 LARGE = 256 * 1024  # bytes of a body that has to wait for its turn
 QUICK_S = 0.005  # CPU time that a turn may take without consequence
+MOST_PAUSE_S = 5.0
 PAUSE = 200.0  # a slower turn is followed by a pause of so many times as long
 MAX_CLIENTS = 4096
 
@@ -60,4 +61,4 @@ class LargeBodies:
         if took_s > QUICK_S:
             if len(self._due) >= MAX_CLIENTS:
                 self._due.clear()
-            self._due[client] = monotonic() + PAUSE * took_s
+            self._due[client] = monotonic() + min(MOST_PAUSE_S, PAUSE * took_s)
