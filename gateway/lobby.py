@@ -34,8 +34,8 @@ MAX_HEADERS = 128
 MAX_HEAD = 64 * 1024  # bytes of one request's head
 MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; more stays in the socket
 SLICE = 16 * 1024  # bytes that the parser gets at once: what it makes of them takes several times as much
-CHUNKED_SLICE = 4 * 1024  # as SLICE, for a body whose chunks may be of one byte: an object is made of each
-CHUNKS_OF_A_TURN = 64  # of a body that are read in one turn of the event loop
+CHUNKED_SLICE = 1024  # as SLICE, for a body whose chunks may be of one byte: an object is made of each
+CHUNKS_OF_A_TURN = 32  # of a body that are read in one turn of the event loop
 MAX_UNUSED = 2**30  # aiohttp's own bound on requests that wait; here at most one does
 
 
