@@ -119,7 +119,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
     wish = snapshot.levels.wish(client.headers, exchange.tenant)
-    body = client.body_at_hand() or await client.body(partial(exchange.hold, gate))
+    body = client.body_at_hand() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.hold(gate, len(body))
     kept = gateway.accounts.kept
@@ -149,6 +149,18 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             problem = await attempts(plan)
         if problem is not None:
             await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
+    """Receive a body that did not arrive with its head.
+
+    When it is large, wait until it may be parsed.
+    """
+    gate = gateway.gate
+    payer = exchange.tenant or exchange.client
+    return await client.body(
+        partial(exchange.hold, gate), partial(gate.large_bodies.wait_for_turn, payer)
+    )
 
 
 async def _admit(

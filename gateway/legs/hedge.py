@@ -1,17 +1,18 @@
 """Hedging: a second endpoint for late requests, and moves away from slow endpoints.
 
-A request costs one list append. Four times a second the sweep looks at the requests without a first
-byte, and 20 times a second the glance looks at those at endpoints whose prefill stalls. A request is
-late when it has waited longer than twice what the peers of its endpoint need for the prompts booked
-before it. It is hedged when another endpoint is expected to answer sooner, by more than the work
-there costs. The first endpoint to send a byte of the answer serves the request; the other connection
-is closed, which engines treat as an abort. Late requests at an endpoint that is suspected to be
-slow, and all that wait at one ejected as slow, are moved instead.
+A request costs an insertion into a dict and its removal. Four times a second the sweep looks at the
+requests without a first byte, and 20 times a second the glance looks at those at endpoints whose
+prefill stalls. A request is late when it has waited longer than twice what the peers of its
+endpoint need for the prompts booked before it. It is hedged when another endpoint is expected to
+answer sooner, by more than the work there costs. The first endpoint to send a byte of the answer
+serves the request; the other connection is closed, which engines treat as an abort. Late requests
+at an endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved
+instead.
 
 Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all
 requests. The turn is given back when the answer begins: it limits duplicate work, not the length of
-answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed attempt
-(gateway/proxy/attempts.py).
+answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed
+attempt (gateway/proxy/attempts.py).
 """
 
 from __future__ import annotations
@@ -219,17 +220,27 @@ class Race:
 
 
 class Hedger:
-    """Starts hedges and moves. gateway/proxy/whole.py appends to `waiting`, gateway/proxy/attempts.py to `retrying`.
+    """Starts hedges and moves.
 
-    waiting     requests that had no first byte when they were seen last
-    retrying    requests that may hold a turn of the retry budget
+    waiting     attempts under way, which gateway/proxy/whole.py adds and removes; sweep() removes
+                those whose answer has begun
+    retrying    requests that may hold a turn of the retry budget, added by
+                gateway/proxy/attempts.py
     allowed     hedges that the share of requests permits now
     sent, moved  counters
     """
 
     __slots__ = (
-        *("_accounts", "_credit", "_endpoints", "_gate", "_old", "allowed", "moved", "retrying"),
-        *("sent", "waiting"),
+        "_accounts",
+        "_answered",
+        "_credit",
+        "_endpoints",
+        "_gate",
+        "allowed",
+        "moved",
+        "retrying",
+        "sent",
+        "waiting",
     )
 
     def __init__(
@@ -237,9 +248,9 @@ class Hedger:
     ) -> None:
         """`share`: hedges as a share of all requests."""
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
-        self.waiting: list[HedgedRequest] = []
+        self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
-        self._old, self._credit = 0, CREDIT
+        self._answered, self._credit = 0.0, float(CREDIT)
         self.allowed = share * CREDIT
         self.sent = self.moved = 0
 
@@ -248,20 +259,18 @@ class Hedger:
 
         Called four times a second with the share in force.
         """
-        waiting, self.waiting = self.waiting, []
-        new = len(waiting) - self._old
+        answered, before = self._accounts.answered_count, self._answered
+        self._answered = answered
+        new = max(0.0, answered - before)
         paid_back = min(self._credit, new)
         self._credit -= paid_back
         self.allowed = min(MOST_SAVED, self.allowed + share * (new - paid_back))
-        for entry in waiting:
-            exchange = entry.exchange
+        for exchange, request in tuple(self.waiting.items()):
             # It is over, has begun, or is not at its first endpoint any more.
             if exchange.status or exchange.retries or exchange.committed:
-                continue
-            self.waiting.append(entry)
-            if exchange.hedge is None and not exchange.retrying:
-                self._consider(entry, now, share > 0)
-        self._old = len(self.waiting)
+                del self.waiting[exchange]
+            elif exchange.hedge is None and not exchange.retrying:
+                self._consider(request, now, share > 0)
         self._return_turns()
 
     def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
@@ -269,14 +278,13 @@ class Hedger:
         if not stalled:
             return
         self._return_turns()
-        for entry in self.waiting:
-            exchange = entry.exchange
+        for exchange, request in tuple(self.waiting.items()):
             if exchange.status or exchange.retries or exchange.committed:
                 continue
             if exchange.hedge is not None or exchange.retrying or exchange.booking is None:
                 continue
             if exchange.booking.live in stalled:
-                self._consider(entry, now, share > 0)
+                self._consider(request, now, share > 0)
 
     def _return_turns(self) -> None:
         """Return the turns of the retry budget of requests whose answers have begun."""

@@ -1,8 +1,8 @@
 """Parses an OpenAI request body into a Call. No types of an HTTP library and no I/O.
 
-The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is scanned but not
-rebuilt. Unknown members pass, members that control engine internals are dropped, and the body
-is re-encoded only if it changes.
+The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is
+scanned but not rebuilt. Unknown members pass, members that control engine internals are dropped,
+and the body is re-encoded only if it changes.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
     Api.COMPLETIONS: ("prompt",),
 }
+CONVERSATION: Mapping[Api, str] = {api: names[-1] for api, names in PROMPT_MEMBERS.items()}
+"""The member of PROMPT_MEMBERS that is required."""
+
 _PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
 DEFAULT_OUTPUT_TOKENS = 256
 
@@ -214,11 +217,12 @@ def parse(
     if model is None:
         raise _unknown_model(requested, models, unlisted)
     served, numbers = model.served_model, _numbers(members)
-    names = PROMPT_MEMBERS[api]
-    name = names[-1]
+    name = CONVERSATION[api]
     if name not in members:
         raise missing_member(name)
-    prompt = (members[name],) if _PREAMBLE.isdisjoint(members) else _prompt(names, members)
+    prompt: tuple[msgspec.Raw, ...] = (members[name],)
+    if not _PREAMBLE.isdisjoint(members):
+        prompt = _prompt(PROMPT_MEMBERS[api], members)
     ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
         prompts, ids, longest = read_prompts(members, model.sequences)

@@ -60,7 +60,8 @@ class WholePlan:
             self._note(pick)
         with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
             exchange.booked(route.room, self.ask, pick)
-            gateway.hedger.waiting.append(self)
+            waiting = gateway.hedger.waiting
+            waiting[exchange] = self
             try:
                 head, body, relay = route.prepare(
                     exchange,
@@ -85,6 +86,8 @@ class WholePlan:
                     booking.failed(broke)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
+            finally:
+                waiting.pop(exchange, None)
         return None
 
     def _note(self, pick: Pick) -> None:

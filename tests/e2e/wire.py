@@ -40,8 +40,11 @@ class Answer(NamedTuple):
 class Wire:
     """One connection to 127.0.0.1."""
 
-    def __init__(self, port: int, receive_bytes: int | None = None) -> None:
+    def __init__(self, port: int, receive_bytes: int | None = None, address: str = "") -> None:
+        """`address`: the local address to connect from, in 127.0.0.0/8."""
         self.socket = socket.socket()
+        if address:
+            self.socket.bind((address, 0))
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self.socket.settimeout(WITHIN_S)
@@ -102,9 +105,19 @@ class Wire:
 
 
 def post(
-    body: bytes | dict[str, Any], path: str = "/v1/chat/completions", *headers: str, version: str = "1.1"
+    body: bytes | dict[str, Any],
+    path: str = "/v1/chat/completions",
+    *headers: str,
+    version: str = "1.1",
 ) -> bytes:
     """A well-formed POST with its own Content-Length."""
     payload = json.dumps(body).encode() if isinstance(body, dict) else body
-    lines = [f"POST {path} HTTP/{version}", "Host: test", "Content-Type: application/json", *headers]
-    return "\r\n".join([*lines, f"Content-Length: {len(payload)}", "", ""]).encode("latin-1") + payload
+    lines = [
+        f"POST {path} HTTP/{version}",
+        "Host: test",
+        "Content-Type: application/json",
+        *headers,
+    ]
+    return (
+        "\r\n".join([*lines, f"Content-Length: {len(payload)}", "", ""]).encode("latin-1") + payload
+    )
