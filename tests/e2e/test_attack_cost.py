@@ -27,6 +27,7 @@ REQUEST = post(
 CALM_S, SETTLE_S, ATTACK_S = 0.05, 0.05, 0.25
 MIN_REQUESTS = 10
 MAX_WAIT_S, MAX_AGENT_S = 0.005, 5.0
+MAX_AGENT_GROWTH = 16 * 2**20  # bytes; closed links wait for the garbage collector without buffers
 
 # CPU time of a request on an idle core of the machine for which the bounds were set.
 REQUEST_S = 0.00025
@@ -126,5 +127,5 @@ async def test_members_can_link_with_an_agent_while_idle_sockets_occupy_its_port
         resident, cpu_s = source.cost.resident_bytes, source.cost.cpu_s
         with idle_sockets(source.port, 64):
             assert len(await link_times(source, 20)) == 20
-        assert source.cost.resident_bytes - resident < MOST_GROWTH
+        assert source.cost.resident_bytes - resident < MAX_AGENT_GROWTH
         assert source.cost.cpu_s - cpu_s < MAX_AGENT_S

@@ -1,7 +1,8 @@
 """Inbound: the receiving side of a stream. Frames, and windows directly into the sink's memory.
 
 Lengths are checked before anything is read, and bytes go only where this side's own plan says. Not
-here: when to read, the socket's lifetime (kvtransfer/transports/stream/link.py), the meaning of messages.
+here: when to read, the socket's lifetime (kvtransfer/transports/stream/link.py), the meaning of
+messages.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Inbound:
         self._stage, self._address = stage.data, address_of(stage)
         self._begin = self._end = 0
         self._iovecs = Iovecs()
-        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)
 
     @property
@@ -124,8 +125,14 @@ class Inbound:
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
         if arrival.sealed is None:
-            arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left, self._iovecs)
+            arrival.pieces = self._discarded(arrival.pieces.left)
         arrival.window = arrival.digest = None
+
+    def release(self) -> None:
+        """Free the buffers of an ended link; references to it may outlive it until a collection."""
+        self._arrival = None
+        self._stage, self._begin, self._end = memoryview(bytearray()), 0, 0
+        self._scratch, self._bounce = None, np.empty(0, np.uint8)
 
     def pump(self) -> bool:
         """Read once and handle what has arrived. Returns False if there was nothing to read.
@@ -265,7 +272,7 @@ class Inbound:
         window = self._hearer.incoming(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
-            pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
+            pieces = self._discarded(announced.payload_bytes)
         elif self.seal is None and fine(window.runs, head.n_bytes):
             bounce = self._bounce_buffer(window, head.n_bytes)
             pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
@@ -287,6 +294,12 @@ class Inbound:
             arrival.digest = xxhash.xxh3_64()
         self._arrival = arrival
         self._copy_staged(arrival)
+
+    def _discarded(self, size: int) -> Pieces:
+        """Return pieces for `size` bytes that are read but not kept."""
+        if self._scratch is None:
+            self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        return Pieces.over(self._scratch, size, self._iovecs)
 
     def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
         """Return the buffer for many short pieces, which are copied to their places later."""

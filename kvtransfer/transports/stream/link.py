@@ -105,7 +105,8 @@ class StreamLink:
             threading.Lock(),
         )
         self._asleep = self._closing = self._ended = self._dialled = False
-        self._has_lane_work = False  # another link has work for this one (kvtransfer/transports/stream/parallel_links.py)
+        # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
+        self._has_lane_work = False
         self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = manner.spin_s
         self._broken: str | None = None
@@ -367,6 +368,8 @@ class StreamLink:
             if self._broken is None:
                 self._flush_last()
             self._sock.close()
+            self._in.release()
+            self._out.release()
         self._release()
         self._ended_hook(self)
         if not self._closing:

@@ -1,6 +1,7 @@
 """Outbound: the sending side of a stream. Messages, and windows directly from the source's memory.
 
-Fed from any thread, pumped by one. Not here: when to send, the socket's lifetime (kvtransfer/transports/stream/link.py).
+Fed from any thread, pumped by one. Not here: when to send, the socket's lifetime
+(kvtransfer/transports/stream/link.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _STAGED_BYTES = 64 << 10
 _STAGED_PIECES = 64
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
-_ZEROS_BYTES = 64 << 10
+_ZEROS = np.zeros(64 << 10, np.uint8)  # read by all links, written by none
+_ZEROS.flags.writeable = False
 # Limit of the search for a spare window: the caller holds the agent's lock.
 _MOST_LOOKS = 64
 # The newest transfers only, because the end of a landed one is not reported here.
@@ -86,12 +88,10 @@ class Outbound:
         self._shared: dict[int, None] = {}
         self._withheld: set[int] = set()  # transfers that are about to be dropped
         self._body: _Body | None = None
-        small = np.empty(_SMALL_BYTES, np.uint8)
-        self._small, self._address = small.data, address_of(small)
+        self._small, self._address = memoryview(bytearray()), 0  # allocated for the first frame
         self._begin = self._end = 0
         self._gate = threading.Lock()
         self._iovecs = Iovecs()
-        self._zeros = np.zeros(_ZEROS_BYTES, np.uint8)
         self._bounce = np.empty(0, np.uint8)
 
     def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
@@ -103,6 +103,13 @@ class Outbound:
     def idle(self) -> bool:
         """Whether nothing is queued or in progress."""
         return not self._queue and self._body is None and self._begin == self._end
+
+    def release(self) -> None:
+        """Free the buffers of an ended link; references to it may outlive it until a collection."""
+        self._body = None
+        self._small, self._address = memoryview(bytearray()), 0
+        self._begin = self._end = 0
+        self._bounce = np.empty(0, np.uint8)
 
     def drop(self, transfer: int) -> None:
         """Drop the transfer's queued windows.
@@ -127,7 +134,7 @@ class Outbound:
             and body.head.transfer == transfer
             and not body.tag
         ):
-            body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
+            body.pieces = Pieces.over(_ZEROS, body.pieces.left, self._iovecs)
             body.digest = None
             body.verdict = Verdict.STALE
 
@@ -212,6 +219,9 @@ class Outbound:
             self._append(message)
 
     def _append(self, data: bytes) -> None:
+        if not self._address:
+            small = np.empty(_SMALL_BYTES, np.uint8)
+            self._small, self._address = small.data, address_of(small)
         end = self._end + len(data)
         self._small[self._end : end] = data
         self._end = end
