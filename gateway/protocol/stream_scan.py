@@ -38,7 +38,8 @@ CONTENT = re.compile(
     rb'|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
 _DECISIVE = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
-_FIRST_MEMBER = re.compile(rb'"\w+":( ?)')
+# A member whose value follows at once: a chunk's framing may stand between a name and its value.
+_FIRST_MEMBER = re.compile(rb'"\w+":( ?)[^\s]')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
 _FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
 _PROMPT, _COMPLETION, _CACHED = (

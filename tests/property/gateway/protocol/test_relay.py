@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
@@ -229,6 +229,19 @@ def choices_in_any_order(draw: st.DrawFn) -> tuple[list[str], int]:
     CUTS,
     st.sampled_from([None, "my-alias"]),
     st.booleans(),
+)
+@example(
+    (
+        [
+            'data: {"id": "c1", "choices": []}\n\n',
+            'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n',
+        ],
+        1,
+    ),
+    [12],  # the first chunk ends between a member's name and its value
+    [],
+    None,
+    False,
 )
 def test_a_finished_stream_without_done_gets_its_done(
     told: tuple[list[str], int],
