@@ -23,13 +23,11 @@ tenants: [{{name: calm, key: '${{CALM_KEY}}'}}, {{name: attacker, key: '${{ATTAC
 admin: {{key: '${{ADMIN_KEY}}'}}
 models:
   - {{name: {model}, pool: calm}}
-  - {{name: hostile, aliases: [alias], pool: hostile}}
-  - {{name: resumed, pool: hostile, resume: {{}}}}
+  - {{name: hostile, aliases: [alias], pool: hostile, served_model: demo}}
+  - {{name: resumed, pool: hostile, served_model: demo, resume: {{}}}}
 pools:
   calm: {{policy: round_robin, endpoints: [{calm}]}}
-  hostile:
-    policy: round_robin
-    endpoints: [{{url: 'http://127.0.0.1:{hostile}', served_model: demo}}]
+  hostile: {{policy: round_robin, endpoints: [{{url: 'http://127.0.0.1:{hostile}'}}]}}
 health: {{failures: 1000000, timeout: 10s, progress: 60s}}
 timeouts: {{connect: 10s}}
 limits: {{body: 32MiB, body_budget: 64MiB}}
