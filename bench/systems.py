@@ -23,7 +23,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent
 BIN = HERE / "bin"
 PEERS_VENV = ROOT / ".venv-peers"
 PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
