@@ -1,6 +1,6 @@
-"""`penstock drain` and `penstock undrain`: take an endpoint out of routing by hand, and bring it back.
+"""The commands `penstock drain` and `penstock undrain`.
 
-Lives here: asking a running gateway, and waiting for the endpoint's requests to finish.
+They stop and resume routing to one endpoint of a running gateway through its admin server.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ from gateway.commands import Json, fail, print_json, say
 
 POLL_S = 0.5
 
-Endpoint = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name, as `penstock top` shows it.")]
+Endpoint = Annotated[
+    str, typer.Argument(metavar="ENDPOINT", help="Endpoint name, as in `penstock top`.")
+]
 
 
 @with_admin_options
 def drain(
     admin: AdminAddress,
     endpoint: Endpoint,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when its last request has finished.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")] = 600.0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until its last request has finished.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, help="Longest time to wait, in seconds.")
+    ] = 600.0,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send an endpoint no new requests. Requests that it serves now finish there. Lasts until undrain or a restart."""
+    """Stop routing new requests to an endpoint; its current requests finish.
+
+    Lasts until `penstock undrain` or a restart of the gateway.
+    """
     server = Server(admin, key_file)
     reply = _change(server, endpoint, "drain")
     if wait:
@@ -36,9 +45,9 @@ def drain(
     if as_json:
         print_json(reply)
     else:
-        say(f"{endpoint} is drained; {reply['in_flight']} requests in flight there")
+        say(f"{endpoint} is drained; {reply['in_flight']} requests in flight")
     if wait and reply["in_flight"]:
-        fail(f"{endpoint} still serves {reply['in_flight']} requests after {timeout:g} s")
+        fail(f"{endpoint} still has {reply['in_flight']} requests in flight after {timeout:g} s")
 
 
 @with_admin_options
@@ -48,27 +57,32 @@ def undrain(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send an endpoint requests again."""
+    """Resume routing requests to a drained endpoint."""
     reply = _change(Server(admin, key_file), endpoint, "undrain")
     if as_json:
         print_json(reply)
     else:
-        say(f"{endpoint} gets requests again")
+        say(f"{endpoint} receives requests again")
 
 
 def _change(server: Server, endpoint: str, action: str) -> dict[str, Any]:
     reply: dict[str, Any] = server.ask("POST", f"/endpoints/{quote(endpoint, safe='')}/{action}")
     if reply["result"] != "applied":
-        known = ", ".join(sorted(each["name"] for each in server.ask("GET", "/endpoints")["endpoints"]))
-        fail(f"{reply['message']}; the endpoints are {known}")
+        names = ", ".join(
+            sorted(row["name"] for row in server.ask("GET", "/endpoints")["endpoints"])
+        )
+        fail(f"{reply['message']}; the endpoints are {names}")
     return reply
 
 
 def _wait_until_idle(server: Server, endpoint: str, deadline: float) -> int:
-    """Requests of this gateway that the endpoint still serves: 0, or those left at the deadline."""
+    """Wait until this gateway has no request in flight at the endpoint.
+
+    Returns the number of requests left at the deadline, or 0.
+    """
     while True:
         endpoints = server.ask("GET", "/endpoints")["endpoints"]
-        left: int = sum(each["in_flight"] for each in endpoints if each["name"] == endpoint)
-        if not left or time.monotonic() >= deadline:
-            return left
+        in_flight: int = sum(row["in_flight"] for row in endpoints if row["name"] == endpoint)
+        if not in_flight or time.monotonic() >= deadline:
+            return in_flight
         time.sleep(POLL_S)

@@ -1,9 +1,12 @@
-"""One gateway process from its start to its end: which signal does what, and how it gives way to a successor.
+"""The life of one gateway process: signals, shutdown, and handover to a successor.
 
-    SIGTERM   not ready for timeouts.grace, then drain and end      SIGINT  drain and end
-    SIGHUP    reopen the access log, take the configuration over    SIGUSR2 restart without refusing anything
+    SIGTERM   not ready for timeouts.grace, then drain and exit
+    SIGINT    drain and exit
+    SIGHUP    reopen the access log and reload the configuration
+    SIGUSR2   restart without refusing a connection
 
-A worker gets SIGUSR2 from its supervisor once another worker has its listening socket: it only drains.
+In a worker, SIGUSR2 only drains: its supervisor sends it once another worker has the listening
+socket.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ from gateway.restart.successor import HandoverError, Successor
 log = logging.getLogger("penstock")
 
 
-def run(origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True) -> int:
-    """Run a gateway until SIGINT or SIGTERM; the exit code. `ready` is called once it listens.
+def run(
+    origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
+) -> int:
+    """Run a gateway until SIGINT or SIGTERM and return the exit code.
 
-    Without `hangup_reloads` SIGHUP keeps its usual meaning for a program in a terminal; a worker only reopens its log.
+    `ready` is called once it listens. With `hangup_reloads` false, SIGHUP keeps its default action,
+    as a program in a terminal needs; a worker only reopens its access log.
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
@@ -58,7 +64,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 
 
 class _Process:
-    """The signals of a process, and what they have begun."""
+    """The signal handlers of a gateway process, and the tasks they start."""
 
     def __init__(self, app: App, origin: Origin) -> None:
         self._app = app
@@ -66,7 +72,7 @@ class _Process:
         self._is_worker = origin.local is not None
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
-        self._terminated = self._restarting = False
+        self._is_terminated = self._is_restarting = False
         self._successor: Successor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         app.end = self._ending.set
@@ -77,18 +83,23 @@ class _Process:
         add(signal.SIGTERM, self._terminate)
         if self._is_worker:
             add(signal.SIGHUP, self._app.reopen_log)
-            add(signal.SIGUSR2, self._begin, self._retire)
+            add(signal.SIGUSR2, self._start_task, self._retire)
         elif hangup_reloads:
-            add(signal.SIGHUP, self._begin, self._hang_up)
-            add(signal.SIGUSR2, self._begin, self._restart)
+            add(signal.SIGHUP, self._start_task, self._on_hangup)
+            add(signal.SIGUSR2, self._start_task, self._restart)
 
     async def until_end(self) -> None:
-        """Return when the process has to end: after SIGTERM's grace, or when a successor serves all its clients."""
+        """Return when the process should end.
+
+        That is after SIGINT, after the grace period of SIGTERM, or when a successor serves all
+        clients.
+        """
         await self._ending.wait()
         if self._successor is not None:
             return
         notify.stopping(self._env)
-        if self._terminated:  # a person at a terminal need not wait for a balancer
+        # Only SIGTERM waits for load balancers; after Ctrl-C there is no need to.
+        if self._is_terminated:
             await self._app.recede()
 
     async def end(self) -> None:
@@ -99,17 +110,17 @@ class _Process:
             self._successor.close()
 
     def _terminate(self) -> None:
-        self._terminated = True
+        self._is_terminated = True
         self._ending.set()
 
-    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _start_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._loop.create_task(work())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _hang_up(self) -> None:
+    async def _on_hangup(self) -> None:
         self._app.reopen_log()
-        if self._successor is not None:  # the configuration is the successor's now
+        if self._successor is not None:  # the successor owns the configuration now
             return
         notify.reloading(self._env)
         try:
@@ -122,17 +133,20 @@ class _Process:
         self._ending.set()
 
     async def _restart(self) -> None:
-        if self._restarting or self._ending.is_set():
-            log.warning("SIGUSR2: ignored, because a restart or the end of this process is under way")
+        if self._is_restarting or self._ending.is_set():
+            log.warning("SIGUSR2: ignored, because this process is already restarting or stopping")
             return
         if os.getpid() == 1:
-            log.error("SIGUSR2: ignored in process 1, because its end would be the container's: replace the container")
+            log.error(
+                "SIGUSR2: ignored in process 1, because the container ends with it; "
+                "replace the container instead"
+            )
             return
-        self._restarting = True
+        self._is_restarting = True
         try:
             await self._hand_over()
         finally:
-            self._restarting = False
+            self._is_restarting = False
 
     async def _hand_over(self) -> None:
         app = self._app
@@ -141,7 +155,7 @@ class _Process:
         try:
             await successor.start(app.config.prefix.block_bytes, partial(collect, app.gateway))
         except HandoverError as error:
-            log.error("restart failed: %s. This process goes on.", error)
+            log.error("restart failed: %s; this process continues", error)
             return
         self._successor = successor
         log.info("the successor (pid %d) accepts connections", successor.pid)

@@ -1,7 +1,7 @@
-"""The operator's log: every line on stderr has a time and a level, as text or as one JSON object per line.
+"""The operator's log on stderr: each record has a time and a level, as text or as one JSON object.
 
-Messages may quote what an engine or a client said. So control characters are escaped, and one record is one line; only
-the traceback of a defect in the gateway takes several lines of text.
+Messages may quote engines and clients, so control characters are escaped and a record stays one
+line. Only the traceback of an internal error takes several lines of text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import msgspec
 
 from gateway.config import OperatorLog
 
-ROOT_LEVEL = logging.WARNING  # of asyncio, aiohttp and other libraries
+ROOT_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One record as JSON. `worker` is the number of a gateway process, where there are several."""
+    """One log record as JSON.
+
+    `worker` is the number of the gateway process, where there are several.
+    """
 
     time: str
     level: str
@@ -32,7 +35,10 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-23T10:20:30.123Z WARNING endpoint a: up -> ejected (connect_failed)`"""
+    """Formats records as text.
+
+    Example: `2026-11-23T10:20:30.123Z WARNING endpoint a: up -> ejected (connect_failed)`
+    """
 
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()
@@ -45,7 +51,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One LogLine per record."""
+    """Formats each record as one LogLine."""
 
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()
@@ -65,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at that moment."""
+    """Writes to the current value of sys.stderr, which may change after the handler is created."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -80,18 +86,29 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(settings: OperatorLog, worker: int | None = None) -> None:
-    """Write this process's log to stderr in the configured form, in place of what was configured before."""
+    """Write this process's log to stderr in the configured format.
+
+    Replaces an earlier configuration.
+    """
     handler = StderrHandler()
-    handler.setFormatter(JsonFormatter(worker) if settings.format == "json" else TextFormatter(worker))
+    handler.setFormatter(
+        JsonFormatter(worker) if settings.format == "json" else TextFormatter(worker)
+    )
     root = logging.getLogger()
-    root.handlers[:] = [each for each in root.handlers if not isinstance(each, StderrHandler)] + [handler]
+    root.handlers[:] = [
+        existing for existing in root.handlers if not isinstance(existing, StderrHandler)
+    ] + [handler]
     root.setLevel(ROOT_LEVEL)
     logging.getLogger("penstock").setLevel(settings.level.upper())
 
 
 def escape(text: str) -> str:
-    """The text with every character escaped that a terminal or a reader of lines could take for a command."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """Escape every character that a terminal or line-based reader could interpret as a command."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    )
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -99,4 +116,6 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return formatter.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else ""
+    return (
+        formatter.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else ""
+    )

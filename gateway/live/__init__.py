@@ -1,5 +1,5 @@
-"""The live view: what a gateway does right now and did in the last minute, as one JSON value and as a stream of it.
+"""The live view: the state of a gateway and its last minute, as JSON and as an event stream.
 
-marks.py notes the meters, standing.py how things stand, view.py and flow.py make the value of two notes and of that,
-why.py the words, hub.py tells who watches.
+metric_samples.py copies the metrics, fleet_status.py the state; live_view.py and kv_flow.py compute
+the view from two samples and a status; diagnosis.py writes its sentences, live_stream.py sends it.
 """

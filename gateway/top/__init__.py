@@ -1,2 +1,5 @@
-"""`penstock top`: the live view in a terminal. cli.py the command, plain.py what is drawn with rich, screen.py the
-interactive one with textual, which is an extra: without it the same is drawn, and keys do nothing."""
+"""`penstock top`: the live view in a terminal.
+
+cli.py is the command, render.py draws the view with rich, tui.py is the interactive version. That
+one needs textual (the extra `top`); without it the view is drawn but keys do nothing.
+"""

@@ -1,5 +1,6 @@
-"""Several gateway processes on one machine: a supervisor without API traffic, workers behind one port with one view.
+"""Several gateway processes on one machine: workers on one port, run by a supervisor.
 
-process.py is one worker as the supervisor sees it, supervisor.py keeps them, configure.py changes their configuration
-together, pages.py, merge.py, counted.py and watch.py are the one admin server, child.py is the process itself.
+worker_process.py is a worker as the supervisor sees it; supervisor.py starts and replaces them;
+config_rollout.py changes their configuration together; pages.py, merge.py, counter_totals.py and
+live_view_merge.py are the admin server; worker_main.py is the worker's own entry point.
 """

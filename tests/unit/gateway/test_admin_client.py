@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gateway import cli
 from tests.authority import Authority
 
-REACHED = "is no admin server of a gateway (status 404)"
+REACHED = "is not the admin server of a gateway (status 404)"
 COMMANDS = ("status", "reload", "diff", "plan", "rollback", "history", "drain", "undrain", "top", "explain", "chaos")
 
 
@@ -113,7 +113,7 @@ def test_a_server_that_asks_for_a_client_certificate_gets_it(authority: Authorit
     own = ["--cert", str(folder / "client.pem"), "--key", str(folder / "client.key")]
     with served(authority, asks=True) as url:
         asked = ["status", "--admin", url, "--ca", str(authority.ca)]
-        assert "no gateway answers" in printed(*asked)
+        assert "cannot reach a gateway" in printed(*asked)
         assert REACHED in printed(*asked, *own)
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_asks_for_a_client_certificate_gets_it(authority: Authorit
     [
         (["--ca", "none.pem"], "--ca none.pem: none.pem cannot be read: No such file or directory"),
         (["--cert", "{0}/client.pem", "--key", "{0}/other.key"], "other.key: does not belong to the certificate"),
-        (["--cert", "{0}/client.pem"], "--cert and --key need each other"),
+        (["--cert", "{0}/client.pem"], "--cert and --key must be given together"),
     ],
     ids=str,
 )

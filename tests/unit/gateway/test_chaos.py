@@ -47,7 +47,7 @@ async def test_a_group_is_killed_the_gateway_sees_it_and_it_is_restored(broken: 
     code, said = await broken.types("kill", "b")
     assert code == 0
     assert "killed b (http://127.0.0.1:" in said
-    assert "the gateway took it out after 0." in said or "the gateway took it out after 1." in said
+    assert "the gateway took it out of rotation after 0." in said or "the gateway took it out of rotation after 1." in said
     assert "1 of 2 endpoints serve" in said
     assert (await broken.home.ask()).fate == "ok"
     code, said = await broken.types("restore")
@@ -55,7 +55,7 @@ async def test_a_group_is_killed_the_gateway_sees_it_and_it_is_restored(broken: 
     assert "restored b (" in said
     assert "restored a" not in said
     assert "2 of 2 endpoints serve" in said
-    assert (await broken.types("restore"))[1] == "nothing is broken\n"
+    assert (await broken.types("restore"))[1] == "no mock TP group has a fault\n"
 
 
 async def test_every_word_is_a_fault_that_the_mock_knows(broken: Broken) -> None:
@@ -71,15 +71,15 @@ async def test_where_no_endpoint_may_be_broken_there_is_none_to_restore(broken: 
     for live in broken.home.app.gateway.endpoints.all():
         live.endpoint = type(live.endpoint)(live.endpoint.name, live.endpoint.url, "main", "")
     code, said = await broken.types("restore")
-    assert (code, "has no mock that may be broken" in " ".join(said.split())) == (1, True), said
+    assert (code, "no endpoint accepts faults" in " ".join(said.split())) == (1, True), said
     assert (await broken.types("kill"))[0] == 2
 
 
 async def test_who_is_no_mock_with_a_door_is_left_alone(broken: Broken) -> None:
     live = broken.home.app.gateway.endpoints.all()[0]
     for labels, why in (
-        ({}, "is no mock that may be broken"),
-        ({"chaos": "192.0.2.7:9000"}, "names another machine"),
+        ({}, "does not accept faults"),
+        ({"chaos": "192.0.2.7:9000"}, "is an address of another machine"),
         ({"chaos": "nonsense"}, "is not ADDRESS:PORT"),
         ({"chaos": "127.0.0.1:9"}, "was its mock started with --chaos-port?"),
     ):

@@ -66,7 +66,7 @@ def test_help_lists_every_command(runner: CliRunner) -> None:
 def test_check_says_good_and_exits_0(runner: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(GOOD)
     result = runner.invoke(cli.app, ["check", str(tmp_path / "g.yaml")])
-    assert (result.exit_code, "is good" in result.output) == (0, True)
+    assert (result.exit_code, "is valid" in result.output) == (0, True)
 
 
 def test_check_shows_every_problem_with_its_place_and_exits_1(runner: CliRunner, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_serve_says_which_key_names_an_address_that_is_not_here(
 def test_serve_names_the_port_that_is_taken_and_the_flag_to_change_it(runner: CliRunner, taken: int) -> None:
     result = runner.invoke(cli.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(taken)])
     assert result.exit_code == 1
-    assert f"port {taken} is taken" in result.output
+    assert f"port {taken} is in use" in result.output
     assert "--port" in result.output
 
 
@@ -169,7 +169,7 @@ def test_demo_names_the_port_that_is_taken_and_the_flag_to_change_it(
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(cli.app, ["demo", "--admin-port", str(taken), "--port", str(free_port())])
     assert result.exit_code == 1
-    assert f"port {taken} is taken" in result.output
+    assert f"port {taken} is in use" in result.output
     assert "--admin-port" in result.output
     assert not (tmp_path / "penstock-demo").exists(), "nothing was written"
 
@@ -187,7 +187,7 @@ def test_a_full_disk_behind_stdout_is_one_line_and_no_traceback(command: str) ->
         done = subprocess.run(
             [sys.executable, "-m", "gateway", command], stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "cannot write the output: No space left on device\n")
 
 
 CTRL_C = """

@@ -18,7 +18,7 @@ from gateway.config import Config
 from gateway.doctor.checklist import Fleet, Member, points
 from gateway.doctor.engine import judge, kind_of
 from gateway.doctor.findings import Verdict, bad, good, group_findings
-from gateway.doctor.probe import Line, Probed, Said
+from gateway.doctor.probe import EngineConnection, Probed, Said
 from policies.model import Endpoint, EngineKind, Layout
 from tests.chaos.house import house
 from tests.redis_server import redis_server
@@ -129,8 +129,8 @@ def test_the_checklist_has_twelve_points_and_says_of_each_what_can_be_said() -> 
     assert len(unseen) == 4  # links, collectives, quality, cost: nobody outside the engines can tell
     assert found["TP degree fits weights and KV"] is Verdict.PASS
     assert found["decode speed at batch 1 and 16"] is Verdict.PASS
-    assert found["TP size written down"] is Verdict.PASS
-    assert found["a smaller model when the large one is full"] is Verdict.WARN
+    assert found["TP size configured"] is Verdict.PASS
+    assert found["fallback to a smaller model"] is Verdict.WARN
 
 
 def test_an_engine_that_gets_no_salt_is_named_unless_it_is_reserved() -> None:
@@ -144,11 +144,11 @@ def test_the_checklist_fails_what_would_break() -> None:
     found = listed(Fleet([Member(wide, small)], config(health={"progress": "60s"}), {"g": (0.01, 0.09)}))
     assert found["TP degree fits weights and KV"] is Verdict.FAIL
     assert found["TP within one fast domain"] is Verdict.FAIL
-    assert found["sizes as configured"] is Verdict.FAIL
+    assert found["context length as configured"] is Verdict.FAIL
     assert found["decode speed at batch 1 and 16"] is Verdict.WARN
     assert found["a lost GPU fails fast"] is Verdict.WARN
     blind = listed(Fleet([Member(endpoint(), well(metrics=said(status=404)))]))
-    assert blind["KV memory watched"] is Verdict.FAIL
+    assert blind["KV memory monitored"] is Verdict.FAIL
 
 
 def test_the_configuration_says_how_many_gpus_a_link_domain_has() -> None:
@@ -198,7 +198,7 @@ def test_findings_of_48_engines_are_grouped_with_the_worst_first() -> None:
         (Verdict.FAIL, "gpu-3, gpu-9"),
         (Verdict.PASS, "gpu-0, gpu-1, gpu-2 and 45 more"),
     ]
-    assert [each.seen for each in grouped] == ["404", "for instance answered in 0 ms"]
+    assert [each.seen for each in grouped] == ["404", "for example: answered in 0 ms"]
 
 
 def test_findings_of_few_engines_stay_as_they_are() -> None:
@@ -226,7 +226,7 @@ def test_a_kept_connection_that_the_engine_has_closed_is_opened_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        line = Line(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        line = EngineConnection(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
         assert [line.ask("GET", path).status for path in ("/health", "/version")] == [200, 200]
         line.close()
         thread.join(20)

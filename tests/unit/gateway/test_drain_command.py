@@ -23,14 +23,14 @@ def states(made: Running) -> dict[str, bool]:
 
 async def test_a_drained_endpoint_gets_nothing_new_until_it_is_undrained(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
-        assert (await typed(made, "drain", "group-0")).output == "group-0 is drained; 0 requests in flight there\n"
+        assert (await typed(made, "drain", "group-0")).output == "group-0 is drained; 0 requests in flight\n"
         assert states(made) == {"group-0": True, "group-1": False}
         for number in range(4):
             assert await made.ask(f"prompt {number}") == "ok"
         sent = {live.endpoint.name: live.sent_tokens for live in made.app.gateway.endpoints.all()}
         assert sent["group-0"] == 0
         assert sent["group-1"] > 0
-        assert (await typed(made, "undrain", "group-0")).output == "group-0 gets requests again\n"
+        assert (await typed(made, "undrain", "group-0")).output == "group-0 receives requests again\n"
         assert states(made) == {"group-0": False, "group-1": False}
 
 
@@ -38,7 +38,7 @@ async def test_a_wrong_name_is_refused_with_the_names_that_there_are(tmp_path: P
     async with running(tmp_path) as made:
         done = await typed(made, "drain", "group-7")
         assert done.exit_code == 1
-        assert "no endpoint is called 'group-7'; the endpoints are group-0, group-1" in done.output
+        assert "no endpoint is named 'group-7'; the endpoints are group-0, group-1" in done.output
 
 
 async def test_drain_waits_for_the_requests_that_the_endpoint_serves(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ async def test_drain_gives_up_waiting_at_its_timeout(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         done = await typed(made, "drain", "group-0", "--wait", "--timeout", "0")
         assert done.exit_code == 1
-        assert "group-0 still serves 1 requests after 0 s" in done.output
+        assert "group-0 still has 1 requests in flight after 0 s" in done.output
         stream.cancel()

@@ -30,11 +30,11 @@ async def test_a_request_is_told_from_its_promise_to_its_outcome() -> None:
         assert code == 0
         picked = answer.headers["x-penstock-endpoint"]
         assert said.startswith(f"{id_of(answer)}: demo-8b, 200 served\n")
-        assert "  promised  standard: first token within 5 s, then 100 ms a token\n" in said
+        assert "  SLO       standard: first token within 5 s, then 100 ms per token\n" in said
         assert "  admitted  at once\n" in said
         assert f"  picked    {picked} of 2 by prefix_aware; next best " in said
-        assert "  came      first token after " in said
-        assert "  promise   met\n" in said
+        assert "  served    first token after " in said
+        assert "  result    SLO met\n" in said
         assert f"> {picked}" in said
         assert (await typed(home)) == (0, said)
         code, told = await typed(home, "--json")

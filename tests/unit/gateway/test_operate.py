@@ -54,7 +54,7 @@ def stranger() -> Iterator[str]:
 def test_who_asks_the_wrong_server_is_told_so(stranger: str, words: list[str]) -> None:
     done = CliRunner().invoke(cli.app, [*words, "--admin", stranger])
     assert done.exit_code == 1
-    assert f"what answers at {stranger} is no admin server of a gateway (status 404)" in done.output
+    assert f"{stranger} is not the admin server of a gateway (status 404)" in done.output
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://a..b", "http://" + "x" * 64, "http://:80", "ftp://h"])
@@ -66,7 +66,7 @@ def test_an_address_that_can_be_no_admin_servers_is_wrong_usage(url: str) -> Non
 def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, stranger: str) -> None:
     done = CliRunner().invoke(cli.app, ["reload", "--admin", stranger], env={"PENSTOCK_ADMIN_KEY": key})
     assert done.exit_code == 1
-    assert "cannot be sent in a header" in done.output
+    assert "cannot be sent in an HTTP header" in done.output
     assert "canary" not in done.output
 
 

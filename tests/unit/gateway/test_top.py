@@ -56,13 +56,13 @@ def printed(frame: dict[str, Any]) -> str:
 
 def test_one_look_tells_totals_fleet_flow_and_why() -> None:
     said = printed(view(endpoint("d-0"), OUT, why=(WHY,)))
-    assert "penstock v4   1 of 2 serve   12.3 req/s   900 tok/s   7 in flight   1 waiting   0.5 refused/s" in said
+    assert "penstock v4   1 of 2 up   12.3 req/s   900 tok/s   7 in flight   1 waiting   0.5 rejected/s" in said
     assert "TTFT p50 100ms  p95 400ms  p99 1.25s of 5.00s" in said
     assert "prefix hits 61.3%" in said
-    assert "standard 99.8% kept" in said
+    assert "standard SLO met 99.8%" in said
     assert "DEAD 14s engine_dead" in said
     assert "1.5/s 1.25 GB/s p95 90ms 2 failed" in said
-    assert "KV flow (3 under way, 31 MB/s by shm)" in said
+    assert "KV flow (3 in progress, 31 MB/s by shm)" in said
     assert "! d-1 is out for 14 s." in said
 
 
@@ -75,7 +75,7 @@ def test_one_request_is_shown_as_one_and_not_as_percentiles() -> None:
 def test_a_quiet_gateway_says_so() -> None:
     frame = view()
     frame["flow"]["pairs"] = []
-    assert "nothing to explain: all is well" in printed(frame)
+    assert "no problems" in printed(frame)
 
 
 def test_bytes_are_told_with_three_digits() -> None:
@@ -91,7 +91,7 @@ def test_a_sparkline_shows_the_largest_of_each_part() -> None:
 
 async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(2) as home:
-        for words, wanted in (((), "2 of 2 serve"), (("--once",), "2 of 2 serve"), (("--json",), '"endpoints"')):
+        for words, wanted in (((), "2 of 2 up"), (("--once",), "2 of 2 up"), (("--json",), '"endpoints"')):
             asked = ("top", *words, "--admin", home.app.admin_url)
             done = await asyncio.to_thread(CliRunner().invoke, cli.app, asked)
             assert (done.exit_code, wanted in done.output) == (0, True), done.output
@@ -103,12 +103,12 @@ async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal(monkeypa
             await asyncio.to_thread(cli.main)
         monkeypatch.undo()
         letters.seek(0)
-        assert "2 of 2 serve" in letters.read()
+        assert "2 of 2 up" in letters.read()
     gone = await asyncio.to_thread(CliRunner().invoke, cli.app, ["top", "--once", "--admin", home.app.admin_url])
-    assert (gone.exit_code, "no gateway answers" in gone.output) == (1, True)
+    assert (gone.exit_code, "cannot reach a gateway" in gone.output) == (1, True)
 
 
-class Told:
+class DetailPage:
     """A gateway that streams what a test puts and remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing()
 
     from gateway.top.screen import Top
 
-    source = Told()
+    source = DetailPage()
     source.refuses = True
     screen = Top(source)
     async with screen.run_test(size=(150, 40), notifications=True) as pilot:
@@ -158,7 +158,7 @@ async def test_one_who_leaves_and_one_who_came_with_its_name_have_a_row_each() -
 
     from gateway.top.screen import Top
 
-    source = Told()
+    source = DetailPage()
     screen = Top(source)
     async with screen.run_test(size=(150, 40)) as pilot:
         source.frames.put(view(endpoint("d-0", state="leaving"), endpoint("d-0", url="http://e:2")))
@@ -173,10 +173,10 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable
 
-    from gateway.top.screen import Confirm, Top
-    from gateway.top.screen import Told as Page
+    from gateway.top.screen import ConfirmDialog, Top
+    from gateway.top.screen import DetailPage as Page
 
-    source = Told()
+    source = DetailPage()
     frame = view(endpoint("d-0"), OUT, why=(WHY,))
     screen = Top(source)
     async with screen.run_test(size=(150, 40)) as pilot:
@@ -190,10 +190,10 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
         source.frames.put(copy.deepcopy(frame))
         await until(lambda: table.row_count == 2)
         await pilot.press("down", "d", "n", "d", "escape")
-        await until(lambda: not isinstance(screen.screen, Confirm))
+        await until(lambda: not isinstance(screen.screen, ConfirmDialog))
         assert source.asked == []
         await pilot.press("d")
-        await until(lambda: isinstance(screen.screen, Confirm))
+        await until(lambda: isinstance(screen.screen, ConfirmDialog))
         await pilot.press("y")
         await until(lambda: source.asked == [("POST", "/endpoints/d-1/drain")])
         frame["endpoints"][1]["state"] = "drained"

@@ -87,7 +87,7 @@ async def test_no_sum_falls_when_a_worker_ends_or_does_not_answer_once() -> None
 
 async def test_nobody_to_look_at_is_said() -> None:
     none, _ = watch()
-    with pytest.raises(LookupError, match="no worker answers"):
+    with pytest.raises(LookupError, match="no worker responds"):
         await none.look(None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from gateway.live.marks import KEEP_S, Marks, rise
+from gateway.live.marks import HISTORY_S, Marks, rise
 from tests.unit.gateway.live.empty import mark
 
 
@@ -17,7 +17,7 @@ def test_a_minute_is_kept_and_notes_too_close_are_not() -> None:
     for step in range(400):
         marks.keep(mark(at=step * 0.5))
     kept = [each.at for each in marks]
-    assert kept[-1] - kept[0] <= KEEP_S
+    assert kept[-1] - kept[0] <= HISTORY_S
     assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(kept))
     assert len(kept) == 62
 

@@ -125,7 +125,7 @@ async def test_a_group_that_is_killed_is_seen_within_two_seconds() -> None:
                 if frame["endpoints"][1]["state"] == "ejected":
                     break
         assert loop.time() - killed < 2.0
-        assert frame["why"][0]["text"].startswith(f"{victim} is out for ")
+        assert frame["why"][0]["text"].startswith(f"{victim} is out of rotation for ")
         assert frame["endpoints"][1]["cause"] == "connect_failed"
         assert not frame["endpoints"][1]["available"]
         assert [each["severity"] for each in frame["endpoints"]] == [0, 5, 0]
@@ -141,7 +141,7 @@ async def test_streams_end_with_the_gateway_and_hold_its_end_up_no_longer_than_a
 
 
 async def test_more_watchers_than_there_is_room_for_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(hubs, "MAX_WATCHERS", 1)
     async with house(1) as home:
         async with watching(home) as frames:
             await anext(frames)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.exchange import Exchange
 from gateway.explain import Explained
-from gateway.live.recent import MOST, Query, read_query, recent, together
+from gateway.live.recent import MAX_LIMIT, Query, read_query, recent, together
 from gateway.openai import Api
 from gateway.told import Usage
 from tests.chaos.house import House, house
@@ -64,7 +64,7 @@ def test_the_lists_of_workers_become_one_by_the_time_of_the_end() -> None:
     assert (both["size"], ids(both)) == (1024, ["req_4", "req_3", "req_2"])
 
 
-@pytest.mark.parametrize("limit", ["0", str(MOST + 1), "-1", "ten", "", "1e2", "²", "99999999999"])
+@pytest.mark.parametrize("limit", ["0", str(MAX_LIMIT + 1), "-1", "ten", "", "1e2", "²", "99999999999"])
 def test_a_limit_out_of_range_is_refused(limit: str) -> None:
     with pytest.raises(ValueError, match="from 1 to 200"):
         read_query({"limit": limit})

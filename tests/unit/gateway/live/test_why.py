@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.live.why import MOST, Minute, findings, shortened, span
+from gateway.live.why import MAX_FINDINGS, Minute, findings, shortened, span
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
@@ -23,16 +23,16 @@ def test_nothing_is_said_while_all_is_well() -> None:
 
 def test_who_is_out_is_told_with_its_cause_and_since_when() -> None:
     dead = endpoint("g-2", state="dead", cause="engine_dead", since_s=14.2, available=False)
-    assert said(endpoint("g-1"), dead) == [("bad", "g-2 is out for 14 s: its engine is dead or wedged.")]
+    assert said(endpoint("g-1"), dead) == [("bad", "g-2 is out of rotation for 14 s: its engine is dead or stalled.")]
     kept = endpoint("g-3", state="ejected", cause="connect_failed", since_s=1.24, available=True)
-    assert "asked all the same" in said(kept)[0][1]
+    assert "still receives requests" in said(kept)[0][1]
     new = endpoint("g-4", state="ejected", cause=None, since_s=0.1, available=False)
-    assert said(new) == [("bad", "g-4 is out for 0.1 s: not probed yet.")]
+    assert said(new) == [("bad", "g-4 is out of rotation for 0.1 s: not probed yet.")]
 
 
 def test_one_far_slower_than_its_peers_is_named_and_other_roles_are_no_peers() -> None:
     fleet = [endpoint(name) for name in "abc"] + [endpoint("d", tpot_p50_s=0.041)]
-    assert said(*fleet) == [("warn", "d is 4.1 times as slow as its peers per token: 41 ms to 10 ms.")]
+    assert said(*fleet) == [("warn", "d is 4.1 times as slow as its peers per token: 41 ms, they 10 ms.")]
     fleet[3]["role"] = "decode"
     assert said(*fleet) == []
     assert said(endpoint("a"), endpoint("d", tpot_p50_s=0.041)) == []  # of two nobody knows who is the slow one
@@ -53,13 +53,13 @@ def test_refusals_come_before_retries_and_notes() -> None:
     )
     assert [grade for grade, _ in told] == ["bad", "bad", *["warn"] * 4, *["note"] * 2]
     assert [text for _, text in told] == [
-        "12 requests refused: the waiting room was full.",
-        "3 requests refused: their promise could not have been kept.",
+        "12 requests rejected: the wait queue was full.",
+        "3 requests rejected: they would have missed their SLO.",
         "The last configuration was rejected: gateway.yaml:3:1 nothing fits",
-        "4 requests waiting in pool chat: every place at its endpoints is taken.",
-        "10 of 100 promises broken: the first token came late.",
-        "1 request tried again elsewhere: the connection was not taken.",
-        "50% of the prompt tokens computed could have been saved: another endpoint held them.",
+        "4 requests waiting in pool chat: its endpoints are at capacity.",
+        "10 of 100 requests missed their SLO: the first token came late.",
+        "1 request retried: the connection failed.",
+        "50% of the computed prompt tokens were avoidable: another endpoint had them cached.",
         "80% of the requests were not split: their prompts are short.",
     ]
 
@@ -67,8 +67,8 @@ def test_refusals_come_before_retries_and_notes() -> None:
 def test_a_fleet_on_fire_is_told_in_a_few_lines() -> None:
     fleet = [endpoint(f"g-{at}", state="dead", cause="probe_failed", since_s=9.0, available=False) for at in range(40)]
     told = said(*fleet, shed={"too_slow": 3.0})
-    assert len(told) == MOST
-    assert told[-2] == ("bad", "3 requests refused: their promise could not have been kept.")
+    assert len(told) == MAX_FINDINGS
+    assert told[-2] == ("bad", "3 requests rejected: they would have missed their SLO.")
     assert told[-1][0] == "bad"
     assert told[-1][1].startswith("34 more: g-6, g-7, ")
     assert told[-1][1].endswith(", g-39.")

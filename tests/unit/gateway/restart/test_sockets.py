@@ -70,12 +70,12 @@ def test_sockets_that_were_given_to_another_process_are_left_alone(two: tuple[so
 
 
 def test_a_socket_that_does_not_listen_is_refused() -> None:
-    with socket.socket() as idle, pytest.raises(ActivationError, match="descriptor 3 is no listening TCP socket"):
+    with socket.socket() as idle, pytest.raises(ActivationError, match="descriptor 3 is not a listening TCP socket"):
         given("api", idle)
 
 
 def test_three_sockets_without_names_are_refused(two: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(ActivationError, match="3 sockets were given"):
+    with pytest.raises(ActivationError, match="there are 3 sockets"):
         given("", *two, two[0])
 
 
