@@ -69,7 +69,7 @@ async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(bro
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_a_group_that_is_killed_is_seen_within_two_seconds(browser: Browser, scheme: Any) -> None:
+async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme: Any) -> None:
     async with house(4, speed=2.0) as home, opened(browser, home, scheme) as page:
         await busy(home)
         home.groups[1].faults.set("refuse")
