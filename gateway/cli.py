@@ -296,7 +296,7 @@ def plan(
             "--fail-if-worse",
             min=0,
             metavar="POINTS",
-            help="Exit with status 3 if a service class loses more goodput than this.",
+            help="Exit with status 3 if a pool loses more goodput than this, in percentage points.",
         ),
     ] = None,
     as_json: Json = False,

@@ -78,6 +78,7 @@ class _Process:
         app.end = self._ending.set
 
     def follow_signals(self, *, hangup_reloads: bool) -> None:
+        """Install the signal handlers of this process."""
         add = self._loop.add_signal_handler
         add(signal.SIGINT, self._ending.set)
         add(signal.SIGTERM, self._terminate)
@@ -103,6 +104,7 @@ class _Process:
             await self._app.recede()
 
     async def end(self) -> None:
+        """Stop the application, after a handover or a drain."""
         for task in self._tasks:
             task.cancel()
         await self._app.stop()

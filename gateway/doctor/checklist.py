@@ -36,6 +36,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def kv_tokens(self) -> int | None:
+        """The KV cache size that the engine's metrics report, in tokens; None if unknown."""
         response = self.found.metrics
         return (
             scrape.read(response.text, self.endpoint.engine).kv_tokens

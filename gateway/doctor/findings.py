@@ -32,18 +32,22 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def good(subject: str, check: str, seen: str) -> Finding:
+    """Return the finding of a check that passed."""
     return Finding(subject, check, Verdict.PASS, seen)
 
 
 def doubtful(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that passed with a warning."""
     return Finding(subject, check, Verdict.WARN, seen, fix)
 
 
 def bad(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that failed."""
     return Finding(subject, check, Verdict.FAIL, seen, fix)
 
 
 def unknown(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that cannot be decided from outside the engine."""
     return Finding(subject, check, Verdict.UNKNOWN, seen, fix)
 
 

@@ -77,6 +77,7 @@ class Hub:
         return True
 
     def leave(self) -> None:
+        """Remove a watcher that was added."""
         self._watchers -= 1
 
     async def frame(self) -> bytes:

@@ -142,6 +142,7 @@ class Marks:
 
     @property
     def newest(self) -> Mark | None:
+        """The newest sample; None before the first."""
         return self._ring[-1] if self._ring else None
 
     def keep(self, mark: Mark) -> None:

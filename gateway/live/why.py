@@ -253,7 +253,7 @@ def _priced(minute: Minute) -> Iterator[Reason]:
         if price > 0:
             yield Reason(
                 "warn",
-                f"Pool {pool} is overloaded: its admission price is {price:.2f} (0 when idle).",
+                f"Pool {pool} is overloaded: admission costs {price:.2f} times a request's value.",
             )
 
 

@@ -65,6 +65,8 @@ class StateWanted(msgspec.Struct, frozen=True, array_like=True, tag="state_wante
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
+    """The health, drain state, latency model and prefix statistics of one endpoint."""
+
     place: Place
     slot: int
     health: Health
@@ -81,16 +83,22 @@ class Slots(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
+    """The admission state of one pool."""
+
     pool: str
     admission: AdmissionState
 
 
 class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
+    """The quota usage of one tenant."""
+
     tenant: str
     quota: QuotaState
 
 
 class Lengths(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
+    """The output lengths that have been observed, by kind of request."""
+
     rows: list[LengthState]
 
 

@@ -38,6 +38,7 @@ MAX_BLOCKS = 1 << 22
 
 
 def place_of(live: LiveEndpoint) -> Place:
+    """Return the pool and URL of an endpoint."""
     return live.endpoint.pool, live.endpoint.url
 
 

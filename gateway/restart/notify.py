@@ -37,8 +37,10 @@ def reloading(env: Mapping[str, str]) -> bool:
 
 
 def ready(env: Mapping[str, str]) -> bool:
+    """Report that this process serves requests."""
     return notify(env, "READY=1", f"STATUS=serving, pid {os.getpid()}")
 
 
 def stopping(env: Mapping[str, str]) -> bool:
+    """Report that this process drains and will exit."""
     return notify(env, "STOPPING=1", "STATUS=draining")

@@ -33,10 +33,12 @@ class WorkersOnTrial:
 
     @property
     def limits(self) -> AutoRollback | None:
+        """The limits of the running configuration; None if auto-rollback is off."""
         return self._configured.running.config.reload.auto_rollback
 
     @property
     def version(self) -> int:
+        """The number of the running version."""
         return self._configured.version
 
     async def tally(self) -> Tally:

@@ -238,9 +238,10 @@ class Configured:
                 worker for worker, response in by_worker.items() if result_of(response) == "applied"
             ]
             rolled_back = await self._send_to(applied_by, "/config?force=1", self.running.text, {})
-            for worker in rolled_back:  # it has counted the change and the way rolled_back
+            # These have counted two more versions than the others, so they are replaced.
+            for worker in rolled_back:
                 self._lost(worker)
-            message = "a worker could not take over what it had tried; all went back"
+            message = "a worker could not apply what its dry run had accepted; all rolled back"
             return failed[0] if failed else _answer(503, "nothing", message)
         applied = next(
             (response for response in responses if result_of(response) == "applied"), responses[0]

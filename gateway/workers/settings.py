@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def reloads(self) -> Path | None:
+        """The path of the file that a reload reads; None without one."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 

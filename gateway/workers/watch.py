@@ -192,7 +192,7 @@ def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
-    """Merge the rows of values key with `add`."""
+    """Merge the rows of each key with `add`."""
     rows: dict[Key, list[Row]] = {}
     for part in parts:
         for key, row in part.items():
