@@ -95,19 +95,7 @@ def chaos(
     """
     server = Server(admin, None)
     fleet = {row["name"]: row for row in server.ask("GET", "/endpoints")["endpoints"]}
-    names = list(
-        target
-        or (name for name in fleet if action is Action.RESTORE and LABEL in fleet[name]["labels"])
-    )
-    if not names and action is Action.RESTORE:
-        fail(
-            f"no endpoint accepts faults: none has the label {LABEL!r}, "
-            "which `penstock demo` gives its mock TP groups"
-        )
-    if not names:
-        raise typer.BadParameter(
-            "name an endpoint: " + (", ".join(fleet) or "the gateway has none")
-        )
+    names = _select_endpoints(action, target, fleet)
     spec = _fault_spec(
         action,
         _slow_fault(factor, only),
@@ -128,16 +116,27 @@ def chaos(
     counts = {key: after[key] - before[key] for key in ("failed", "retries")}
     if as_json:
         print_json({"action": action, "spec": spec, "targets": results, "since": counts})
-        return
-    if not results:
-        say("no mock TP group has a fault")
-    for result in results:
-        _print_result(result, action)
-    if action is not Action.RESTORE and any(counts.values()):
-        say(
-            f"{counts['retries']} requests were retried on other endpoints, "
-            f"{counts['failed']} failed"
+    else:
+        _print_results(results, counts, action)
+
+
+def _select_endpoints(
+    action: Action, target: list[str] | None, fleet: Mapping[str, Any]
+) -> list[str]:
+    """Return the endpoints to act on; `restore` without names selects all that accept faults."""
+    if target:
+        return target
+    if action is not Action.RESTORE:
+        raise typer.BadParameter(
+            "name an endpoint: " + (", ".join(fleet) or "the gateway has none")
         )
+    names = [name for name, row in fleet.items() if LABEL in row["labels"]]
+    if not names:
+        fail(
+            f"no endpoint accepts faults: none has the label {LABEL!r}, "
+            "which `penstock demo` gives its mock TP groups"
+        )
+    return names
 
 
 def _slow_fault(factor: float, only: Only | None) -> str:
@@ -253,6 +252,20 @@ def _post(
     if response.status != 200:
         fail(f"the mock of {name} refused the fault: {reply.get('error', response.status)}")
     return reply
+
+
+def _print_results(
+    results: list[dict[str, Any]], counts: Mapping[str, int], action: Action
+) -> None:
+    if not results:
+        say("no mock TP group has a fault")
+    for result in results:
+        _print_result(result, action)
+    if action is not Action.RESTORE and any(counts.values()):
+        say(
+            f"{counts['retries']} requests were retried on other endpoints, "
+            f"{counts['failed']} failed"
+        )
 
 
 def _print_result(result: Mapping[str, Any], action: Action) -> None:

@@ -103,6 +103,24 @@ AdminPort = Annotated[
 ]
 
 
+RunningFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--running",
+        help="Configuration to compare with; default: the running one, from --admin.",
+    ),
+]
+FailIfWorseOption = Annotated[
+    float | None,
+    typer.Option(
+        "--fail-if-worse",
+        min=0,
+        metavar="POINTS",
+        help="Exit with status 3 if a pool loses more goodput than this, in percentage points.",
+    ),
+]
+
+
 def _print_version(is_requested: bool) -> None:
     if is_requested:
         version()
@@ -276,13 +294,7 @@ def plan(
     log: Annotated[
         Path | None, typer.Option("--log", help="Access log; default: that of the running gateway.")
     ] = None,
-    running: Annotated[
-        Path | None,
-        typer.Option(
-            "--running",
-            help="Configuration to compare with; default: the running one, from --admin.",
-        ),
-    ] = None,
+    running: RunningFileOption = None,
     model: Annotated[
         str | None,
         typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
@@ -290,37 +302,23 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="GPU type for endpoints without a `gpu` label.")
     ] = None,
-    fail_if_worse: Annotated[
-        float | None,
-        typer.Option(
-            "--fail-if-worse",
-            min=0,
-            metavar="POINTS",
-            help="Exit with status 3 if a pool loses more goodput than this, in percentage points.",
-        ),
-    ] = None,
+    fail_if_worse: FailIfWorseOption = None,
     as_json: Json = False,
 ) -> None:
     """Compare a new configuration with the running one on the recent access log.
 
     Both are evaluated by replaying the log's requests through simulated engines.
     """
-    from gateway.config import ConfigError, examine
-    from gateway.units import duration_s
+    from gateway.config import ConfigError
     from planner.plan import CaseError, Taken, as_plain, cases, recent, show
     from planner.plan import plan as planned
     from planner.traces import TraceError
 
+    seconds = _parse_last(last)
     try:
-        seconds = duration_s(last)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--last") from None
-    try:
-        candidate = examine(file, os.environ).config.model_dump(mode="json", by_alias=True)
+        candidate = _config_as_json(file)
         if running is not None:
-            running_config = examine(running, os.environ).config.model_dump(
-                mode="json", by_alias=True
-            )
+            running_config = _config_as_json(running)
         else:
             running_config = Server(admin, None).ask("GET", "/config")["config"]
         defaults = Taken(model, gpu)
@@ -340,6 +338,22 @@ def plan(
     worst = min((pool.gain for pool in outcome.pools), default=0.0)
     if fail_if_worse is not None and worst < -fail_if_worse / 100:
         raise typer.Exit(3)
+
+
+def _parse_last(text: str) -> float:
+    from gateway.units import duration_s
+
+    try:
+        return duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--last") from None
+
+
+def _config_as_json(file: Path) -> dict[str, Any]:
+    """Return a configuration in the form of GET /config. Raises ConfigError."""
+    from gateway.config import examine
+
+    return examine(file, os.environ).config.model_dump(mode="json", by_alias=True)
 
 
 def _access_log_file(config: Mapping[str, Any]) -> Path:

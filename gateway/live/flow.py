@@ -46,7 +46,11 @@ def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
             }
         )
     by_transport = {name: per_s(kv_bytes) for name, kv_bytes in sorted(transports.items())}
-    return {"pairs": pairs, "under_way": standing.under_way, "kv_bytes_per_s": by_transport}
+    return {
+        "pairs": pairs,
+        "under_way": standing.handoffs_in_progress,
+        "kv_bytes_per_s": by_transport,
+    }
 
 
 def shared(now: Mark, soon: Mark) -> dict[Names, float]:

@@ -29,32 +29,34 @@ Key = TypeVar("Key")
 class Mark(msgspec.Struct, frozen=True, eq=False):
     """The metrics at one moment (monotonic seconds), most of them sums since the start.
 
-    answers    responses by (status, reason)
-    kept       responses by (service class, SLO outcome)
-    ttft, tpot sketch counts by endpoint
-    tokens     output tokens of finished responses
-    in_flight  requests in flight now, by endpoint
-    believed   by endpoint: prompt tokens sent, and those of them predicted to be cached
-    engine     prompt tokens of finished responses, and those of them reported as cached
-    computed   prompt tokens computed, by cause
-    pairs      by (prefill, decode): handoffs served, handoffs failed, prompt tokens transferred
-    received   KV bytes by decode endpoint, if its engine reports them
+    responses         by (status, reason)
+    slo_outcomes      responses by (service class, SLO outcome)
+    upstream_errors   by (endpoint, kind)
+    computed_tokens   prompt tokens computed, by cause
+    split_decisions   by (split or whole, reason)
+    tokens            output tokens of finished responses
+    engine            prompt tokens of finished responses, and those reported as cached
+    ttft, tpot        sketch counts by endpoint
+    in_flight         requests in flight now, by endpoint
+    predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
+    pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
+    received          KV bytes by decode endpoint, if its engine reports them
     """
 
     at: float
-    answers: Mapping[tuple[str, str], float]
+    responses: Mapping[tuple[str, str], float]
     shed: Mapping[str, float]
-    kept: Mapping[tuple[str, str], float]
+    slo_outcomes: Mapping[tuple[str, str], float]
     retries: Mapping[str, float]
-    broke: Mapping[tuple[str, str], float]
-    computed: Mapping[str, float]
-    decisions: Mapping[tuple[str, str], float]
+    upstream_errors: Mapping[tuple[str, str], float]
+    computed_tokens: Mapping[str, float]
+    split_decisions: Mapping[tuple[str, str], float]
     tokens: float
     engine: tuple[float, float]
     ttft: Mapping[str, Counts]
     tpot: Mapping[str, Counts]
     in_flight: Mapping[str, int]
-    believed: Mapping[str, tuple[int, int]]
+    predicted_tokens: Mapping[str, tuple[int, int]]
     pairs: Mapping[tuple[str, str], tuple[int, int, int]]
     received: Mapping[str, int]
 
@@ -69,19 +71,19 @@ def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
     live = gateway.endpoints.all()
     return Mark(
         at=now,
-        answers=_sum_by_two_labels(metrics.requests_total, 1, 2),
+        responses=_sum_by_two_labels(metrics.requests_total, 1, 2),
         shed=_sum_by_label(metrics.shed_total, 0),
-        kept=_sum_by_two_labels(metrics.goodput_total, 0, 1),
+        slo_outcomes=_sum_by_two_labels(metrics.goodput_total, 0, 1),
         retries=_sum_by_label(metrics.retries_total, 0),
-        broke=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
-        computed=_sum_by_label(metrics.prefill_tokens_total, 0),
-        decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
+        upstream_errors=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
+        computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
+        split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
         ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
         tpot=_sketches(metrics.tpot_seconds, before.tpot if before is not None else {}),
         in_flight={endpoint.endpoint.name: endpoint.load.in_flight for endpoint in live},
-        believed={
+        predicted_tokens={
             endpoint.endpoint.name: (endpoint.sent_tokens, endpoint.hit_tokens) for endpoint in live
         },
         pairs={
@@ -109,22 +111,22 @@ class Step(msgspec.Struct, frozen=True):
 
 def step(before: Mark, after: Mark) -> Step:
     """Return the difference from one sample to a later one."""
-    span_s, answers = after.at - before.at, rise(after.answers, before.answers)
+    span_s, responses = after.at - before.at, rise(after.responses, before.responses)
     changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
     ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
     return Step(
         at=after.at,
-        requests_per_s=sum(answers.values()) / span_s,
+        requests_per_s=sum(responses.values()) / span_s,
         shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
-        errors_per_s=failed(answers) / span_s,
+        errors_per_s=failed(responses) / span_s,
         tokens_per_s=(after.tokens - before.tokens) / span_s,
         ttft_p95_s=quantile(ttft, 0.95),
     )
 
 
-def failed(answers: Mapping[tuple[str, str], float]) -> float:
+def failed(responses: Mapping[tuple[str, str], float]) -> float:
     """Return how many of these responses, by (status, reason), failed."""
-    return sum(count for key, count in answers.items() if is_failure(*key))
+    return sum(count for key, count in responses.items() if is_failure(*key))
 
 
 class Marks:

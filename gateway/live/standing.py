@@ -45,13 +45,13 @@ class Pair(msgspec.Struct, frozen=True):
 class Standing(msgspec.Struct, frozen=True):
     """The state that no metric sample contains; rows are as the view shows them.
 
-    promises   (TTFT, TPOT) SLO in seconds by service class
-    standard   the service class of requests that name none
-    endpoints  rows without the values of the last minute
-    under_way  handoffs in progress
-    streams    requests in progress
-    refused    the first problem of the last rejected configuration; None if it was accepted
-    shared     the state of the exchange with other gateways; None without one
+    promises              (TTFT, TPOT) SLO in seconds by service class
+    standard              the service class of requests that name none
+    endpoints             rows without the values of the last minute
+    handoffs_in_progress  KV transfers that have started and not ended
+    active_requests       requests that are being served
+    config_problem        first problem of the last configuration; None if it was accepted
+    shared_state          state of the exchange with other gateways; None without one
     """
 
     config: dict[str, Any]
@@ -60,10 +60,10 @@ class Standing(msgspec.Struct, frozen=True):
     pools: list[dict[str, Any]]
     endpoints: list[dict[str, Any]]
     pairs: dict[tuple[str, str], Pair]
-    under_way: int
-    streams: int
-    refused: str | None
-    shared: dict[str, Any] | None = None
+    handoffs_in_progress: int
+    active_requests: int
+    config_problem: str | None
+    shared_state: dict[str, Any] | None = None
 
 
 def stand(target: AdminTarget, now: float) -> Standing:
@@ -87,10 +87,10 @@ def stand(target: AdminTarget, now: float) -> Standing:
             )
             for names, pair in handoffs.pairs.items()
         },
-        under_way=handoffs.under_way,
-        streams=target.gateway.gate.active,
-        refused=None if error is None else str(error.problems[0]),
-        shared=target.shared_state(),
+        handoffs_in_progress=handoffs.under_way,
+        active_requests=target.gateway.gate.active,
+        config_problem=None if error is None else str(error.problems[0]),
+        shared_state=target.shared_state(),
     )
 
 

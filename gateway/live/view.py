@@ -61,17 +61,17 @@ def _reason(reason: why.Reason) -> dict[str, Any]:
 
 def _totals(standing: Standing, now: Mark, recent: Mark, minute: Mark) -> dict[str, Any]:
     ttft_s, tpot_s = standing.promises[standing.standard]
-    answers, per_s = rise(now.answers, recent.answers), rate(now, recent)
-    sent, hit = _believed(now, minute, now.believed)
+    responses, per_s = rise(now.responses, recent.responses), rate(now, recent)
+    sent, hit = _believed(now, minute, now.predicted_tokens)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
-        "requests_per_s": per_s(sum(answers.values())),
-        "errors_per_s": per_s(failed(answers)),
+        "requests_per_s": per_s(sum(responses.values())),
+        "errors_per_s": per_s(failed(responses)),
         "tokens_per_s": per_s(now.tokens - recent.tokens),
         "shed_per_s": {
             reason: per_s(count) for reason, count in rise(now.shed, recent.shed).most_common()
         },
-        "streams": standing.streams,
+        "streams": standing.active_requests,
         "waiting": sum(pool["waiting"] for pool in standing.pools),
         "goodput": _goodput(standing, now, minute),
         "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
@@ -80,8 +80,8 @@ def _totals(standing: Standing, now: Mark, recent: Mark, minute: Mark) -> dict[s
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
         "since_start": {
-            "requests": int(sum(now.answers.values())),
-            "failed": int(failed(now.answers)),
+            "requests": int(sum(now.responses.values())),
+            "failed": int(failed(now.responses)),
             "refused": int(sum(now.shed.values())),
             "retries": int(sum(now.retries.values())),
         },
@@ -90,7 +90,7 @@ def _totals(standing: Standing, now: Mark, recent: Mark, minute: Mark) -> dict[s
 
 def _goodput(standing: Standing, now: Mark, minute: Mark) -> list[dict[str, Any]]:
     """Return the SLO outcomes by service class, without classes that had no request."""
-    ended = rise(now.kept, minute.kept)
+    ended = rise(now.slo_outcomes, minute.slo_outcomes)
     rows = []
     for name in sorted({key[0] for key in ended}):
         outcomes = {
@@ -153,7 +153,10 @@ def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
 def _minute(
     standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]
 ) -> why.Minute:
-    ended, decisions = rise(now.kept, minute.kept), rise(now.decisions, minute.decisions)
+    ended, decisions = (
+        rise(now.slo_outcomes, minute.slo_outcomes),
+        rise(now.split_decisions, minute.split_decisions),
+    )
     missed: dict[str, float] = {}
     for (_, outcome), count in ended.items():
         missed[outcome] = missed.get(outcome, 0.0) + count
@@ -163,14 +166,16 @@ def _minute(
         shed=rise(now.shed, minute.shed),
         retries=rise(now.retries, minute.retries),
         missed=missed,
-        promised=sum(missed.values()),
-        computed=rise(now.computed, minute.computed),
-        whole={reason: count for (kind, reason), count in decisions.items() if kind == "whole"},
-        split=sum(count for (kind, _), count in decisions.items() if kind == "split"),
+        slo_requests=sum(missed.values()),
+        computed_tokens=rise(now.computed_tokens, minute.computed_tokens),
+        whole_reasons={
+            reason: count for (kind, reason), count in decisions.items() if kind == "whole"
+        },
+        split_count=sum(count for (kind, _), count in decisions.items() if kind == "split"),
         prices={pool["name"]: pool["price"] for pool in standing.pools},
         waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
-        refused=standing.refused,
-        shared_problem=None if standing.shared is None else standing.shared["problem"] or None,
+        config_problem=standing.config_problem,
+        shared_problem=(standing.shared_state or {}).get("problem") or None,
     )
 
 
@@ -200,7 +205,10 @@ def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any])
     """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:
-        after, before = now.believed.get(name, (0, 0)), minute.believed.get(name, (0, 0))
+        after, before = (
+            now.predicted_tokens.get(name, (0, 0)),
+            minute.predicted_tokens.get(name, (0, 0)),
+        )
         sent += max(0, after[0] - before[0])
         hit += max(0, after[1] - before[1])
     return sent, hit

@@ -94,7 +94,7 @@ class Reason(msgspec.Struct, frozen=True):
 class Minute(msgspec.Struct, frozen=True):
     """The counts of the last minute.
 
-    `endpoints` are rows of the live view; `refused` is the problem of a rejected configuration.
+    `endpoints` are rows of the live view; `config_problem` is that of a rejected configuration.
     """
 
     endpoints: Sequence[Mapping[str, Any]]
@@ -102,13 +102,13 @@ class Minute(msgspec.Struct, frozen=True):
     shed: Mapping[str, float] = {}
     retries: Mapping[str, float] = {}
     missed: Mapping[str, float] = {}
-    promised: float = 0.0
-    computed: Mapping[str, float] = {}
-    whole: Mapping[str, float] = {}
-    split: float = 0.0
+    slo_requests: float = 0.0
+    computed_tokens: Mapping[str, float] = {}
+    whole_reasons: Mapping[str, float] = {}
+    split_count: float = 0.0
     prices: Mapping[str, float] = {}
     waiting: Mapping[str, int] = {}
-    refused: str | None = None
+    config_problem: str | None = None
     shared_problem: str | None = None
 
 
@@ -149,8 +149,8 @@ def shortened(reasons: Sequence[Reason]) -> Sequence[Reason]:
 
 
 def _configuration(minute: Minute) -> Iterator[Reason]:
-    if minute.refused is not None:
-        yield Reason("warn", f"The last configuration was rejected: {minute.refused}")
+    if minute.config_problem is not None:
+        yield Reason("warn", f"The last configuration was rejected: {minute.config_problem}")
 
 
 def _shared(minute: Minute) -> Iterator[Reason]:
@@ -237,8 +237,8 @@ def median_without(ordered: Sequence[float], value: float) -> float:
 
 def _missed(minute: Minute) -> Iterator[Reason]:
     for outcome, count in sorted(minute.missed.items(), key=lambda item: -item[1]):
-        if outcome in MISS_TEXTS and count > MIN_MISSED_SHARE * minute.promised:
-            share = f"{count:.0f} of {minute.promised:.0f} requests"
+        if outcome in MISS_TEXTS and count > MIN_MISSED_SHARE * minute.slo_requests:
+            share = f"{count:.0f} of {minute.slo_requests:.0f} requests"
             yield Reason("warn", f"{share} missed their SLO: {MISS_TEXTS[outcome]}.")
 
 
@@ -258,12 +258,12 @@ def _priced(minute: Minute) -> Iterator[Reason]:
 
 
 def _recomputed(minute: Minute) -> Iterator[Reason]:
-    total = sum(minute.computed.values())
+    total = sum(minute.computed_tokens.values())
     for cause, text in (
         ("spread", "another endpoint had them cached"),
         ("evicted", "the endpoint's cache had evicted them"),
     ):
-        share = minute.computed.get(cause, 0.0) / total if total else 0.0
+        share = minute.computed_tokens.get(cause, 0.0) / total if total else 0.0
         if share >= 0.05:
             yield Reason(
                 "note", f"{share:.0%} of the computed prompt tokens were avoidable: {text}."
@@ -271,8 +271,8 @@ def _recomputed(minute: Minute) -> Iterator[Reason]:
 
 
 def _whole(minute: Minute) -> Iterator[Reason]:
-    total = minute.split + sum(minute.whole.values())
-    for reason, count in sorted(minute.whole.items(), key=lambda item: -item[1])[:1]:
+    total = minute.split_count + sum(minute.whole_reasons.values())
+    for reason, count in sorted(minute.whole_reasons.items(), key=lambda item: -item[1])[:1]:
         if count >= 0.1 * total:
             text = WHOLE_TEXTS.get(reason, reason)
             yield Reason("note", f"{count / total:.0%} of the requests were not split: {text}.")

@@ -77,7 +77,10 @@ async def _fetch(worker: Worker) -> tuple[Worker, Note] | None:
 
 def added(marks: Sequence[Mark]) -> Mark:
     """Return the sum of the samples, at the time of the last; other values stay empty."""
-    names = ("answers", "shed", "kept", "retries", "broke", "computed", "decisions")
+    names = (
+        *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
+        *("computed_tokens", "split_decisions"),
+    )
     counts: dict[str, Any] = {
         name: _summed(getattr(mark, name) for mark in marks) for name in names
     }
@@ -88,7 +91,7 @@ def added(marks: Sequence[Mark]) -> Mark:
         },
         **{
             name: _by_key(_columns, (getattr(mark, name) for mark in marks))
-            for name in ("believed", "pairs")
+            for name in ("predicted_tokens", "pairs")
         },
     }
     prompt, cached = (sum(part) for part in zip(*(mark.engine for mark in marks), strict=True))
@@ -111,16 +114,19 @@ def together(statuses: Sequence[Standing]) -> Standing:
         pools=_pools(statuses),
         endpoints=_endpoints(statuses),
         pairs=_pairs(statuses),
-        under_way=sum(status.under_way for status in statuses),
-        streams=sum(status.streams for status in statuses),
-        shared=_shared(statuses),
-        refused=next((status.refused for status in statuses if status.refused is not None), None),
+        handoffs_in_progress=sum(status.handoffs_in_progress for status in statuses),
+        active_requests=sum(status.active_requests for status in statuses),
+        shared_state=_shared(statuses),
+        config_problem=next(
+            (status.config_problem for status in statuses if status.config_problem is not None),
+            None,
+        ),
     )
 
 
 def _shared(statuses: Sequence[Standing]) -> dict[str, Any] | None:
     """Return one worker's state, preferably one with a problem."""
-    known = [status.shared for status in statuses if status.shared is not None]
+    known = [status.shared_state for status in statuses if status.shared_state is not None]
     return next((status for status in known if status["problem"]), known[0] if known else None)
 
 

@@ -68,14 +68,14 @@ def standing(in_flight: int = 0, **more: Any) -> Standing:
 
 
 def served(requests: float, bucket: int = 3, **more: Any) -> Mark:
-    answers = {("200", "served"): requests}
+    responses = {("200", "served"): requests}
     ttft = {"a:1": {bucket: int(requests)}}
     return mark(
         at=1.0,
-        answers=answers,
+        responses=responses,
         ttft=ttft,
         tokens=10 * requests,
-        believed={"a:1": (100, 50)},
+        predicted_tokens={"a:1": (100, 50)},
         **more,
     )
 
@@ -84,9 +84,9 @@ async def test_counters_are_summed_and_percentiles_cover_all_observations() -> N
     both, _ = watch(Stub(served(90, 3), standing(2)), Stub(served(10, 9), standing(3)))
     noted, stands = await both.look(None)
     shown = view(stands, Marks(), noted)
-    assert noted.answers == {("200", "served"): 100.0}
+    assert noted.responses == {("200", "served"): 100.0}
     assert noted.ttft == {"a:1": {3: 90, 9: 10}}
-    assert (noted.tokens, noted.believed) == (1000.0, {"a:1": (200, 100)})
+    assert (noted.tokens, noted.predicted_tokens) == (1000.0, {"a:1": (200, 100)})
     assert shown["totals"]["since_start"]["requests"] == 100
     assert shown["totals"]["waiting"] == 5
     assert shown["pools"][0] == {"name": "main", "in_flight": 5, "waiting": 5, "price": 1.5}
@@ -109,7 +109,7 @@ async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
     silent, _ = await both.look(before)
     serving[:] = [serving[1], Stub(served(1), standing())]
     after, _ = await both.look(silent)
-    assert [each.answers for each in (silent, after)] == [
+    assert [each.responses for each in (silent, after)] == [
         {("200", "served"): 100.0},
         {("200", "served"): 101.0},
     ]
@@ -129,13 +129,17 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
     names = ("p", "d")
     whole = together(
         [
-            standing(pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")}, under_way=1, streams=4),
+            standing(
+                pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")},
+                handoffs_in_progress=1,
+                active_requests=4,
+            ),
             standing(
                 endpoints=[out],
                 pairs={names: Pair(1, 0, 0.5, (0.5,), None)},
-                under_way=2,
-                streams=1,
-                refused="line 3",
+                handoffs_in_progress=2,
+                active_requests=1,
+                config_problem="line 3",
             ),
             standing(pairs={names: Pair(0, 0, None, (), None)}),
         ]
@@ -149,7 +153,11 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
     )
     assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
     assert whole.pairs[names].p95_s == 0.1, "of all handoffs, not the larger percentile"
-    assert (whole.under_way, whole.streams, whole.refused) == (3, 5, "line 3")
+    assert (whole.handoffs_in_progress, whole.active_requests, whole.config_problem) == (
+        3,
+        5,
+        "line 3",
+    )
 
 
 @pytest.mark.parametrize(

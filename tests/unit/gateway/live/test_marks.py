@@ -16,10 +16,10 @@ def test_history_keeps_one_minute_and_drops_samples_that_are_too_close() -> None
     marks = Marks()
     for step in range(400):
         marks.keep(mark(at=step * 0.5))
-    kept = [each.at for each in marks]
-    assert kept[-1] - kept[0] <= HISTORY_S
-    assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(kept))
-    assert len(kept) == 62
+    times = [sample.at for sample in marks]
+    assert times[-1] - times[0] <= HISTORY_S
+    assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(times))
+    assert len(times) == 62
 
 
 def test_find_before_returns_the_newest_sample_that_is_old_enough() -> None:

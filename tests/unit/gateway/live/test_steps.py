@@ -16,8 +16,8 @@ from tests.unit.gateway.live.empty import mark
 
 
 def test_a_difference_has_rates_and_the_ttft_percentile() -> None:
-    before = mark(at=10.0, answers={("200", "served"): 5.0}, ttft={"a": {bucket_of(0.2): 5}})
-    answers = {
+    before = mark(at=10.0, responses={("200", "served"): 5.0}, ttft={"a": {bucket_of(0.2): 5}})
+    responses = {
         ("200", "served"): 9.0,
         ("503", "no_capacity"): 1.0,
         ("429", "too_slow"): 2.0,
@@ -26,7 +26,7 @@ def test_a_difference_has_rates_and_the_ttft_percentile() -> None:
     after = replace(
         before,
         at=12.0,
-        answers=answers,
+        responses=responses,
         shed={"too_slow": 2.0},
         tokens=64.0,
         ttft={"a": {bucket_of(0.2): 9}},

@@ -28,7 +28,10 @@ def diagnose(*endpoints: dict[str, Any], **changes: Any) -> list[tuple[str, str]
 
 def test_a_healthy_fleet_has_no_findings() -> None:
     assert (
-        diagnose(endpoint("a"), endpoint("b"), computed={"never_seen": 900.0, "spread": 10.0}) == []
+        diagnose(
+            endpoint("a"), endpoint("b"), computed_tokens={"never_seen": 900.0, "spread": 10.0}
+        )
+        == []
     )
 
 
@@ -63,12 +66,12 @@ def test_findings_are_sorted_by_grade() -> None:
         shed={"too_slow": 3.0, "waiting_room_full": 12.0},
         retries={"connect_failed": 1.0},
         missed={"met": 90.0, "ttft_missed": 10.0},
-        promised=100.0,
-        computed={"never_seen": 50.0, "spread": 50.0},
-        whole={"short": 80.0},
-        split=20.0,
+        slo_requests=100.0,
+        computed_tokens={"never_seen": 50.0, "spread": 50.0},
+        whole_reasons={"short": 80.0},
+        split_count=20.0,
         waiting={"chat": 4, "code": 0},
-        refused="gateway.yaml:3:1 nothing fits",
+        config_problem="gateway.yaml:3:1 nothing fits",
     )
     assert [grade for grade, _ in findings_] == ["bad", "bad", *["warn"] * 4, *["note"] * 2]
     assert [text for _, text in findings_] == [
