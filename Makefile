@@ -57,31 +57,31 @@ kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm,
 	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)lanes)
 
 bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
-	$(PY) tests/bench/peers.py
+	$(PY) bench/peers.py
 
 compiled: $(VENV)/.dev ## the hot path through Cython, as the image has it, into build/compiled (needs cc and Python's headers)
-	$(PY) deploy/compile.py build/compiled
+	$(PY) -m tools.compile.compile build/compiled
 
 test-compiled: compiled ## unit, component and SDK tests on the compiled modules
 	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
 
 bench-paired: $(VENV)/.dev ## CPU per request and chunk beside an older revision, in alternation (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
-	$(PY) tests/bench/paired.py $(BASE) $(PAIRED)
+	$(PY) bench/paired.py $(BASE) $(PAIRED)
 
 bench-tls: $(VENV)/.dev ## CPU per request, chunk and new connection: the gateway and nginx, plain and with TLS, in alternation (BENCH_TLS="--compiled")
-	$(PY) tests/bench/tls_cost.py $(BENCH_TLS)
+	$(PY) bench/tls_cost.py $(BENCH_TLS)
 
 bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"
-	$(PY) tests/bench/kv/bench_kv.py
+	$(PY) bench/kv/bench_kv.py
 
 bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that for a whole one
-	$(PY) tests/bench/split.py
+	$(PY) bench/split.py
 
 goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md (TRACES=FOLDER of recorded traces; GOODPUT="--quick")
 	@test -n "$(TRACES)" || { echo "make goodput needs the recorded traces: make goodput TRACES=FOLDER" >&2; exit 1; }
-	$(PY) tests/bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
+	$(PY) bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
 
 observe: $(VENV)/.dev ## boards and alert rules against the real Prometheus (Debian's package, unpacked into build/; 2 minutes)
 	@sh deploy/prometheus/install.sh build/prometheus
@@ -103,44 +103,44 @@ web: $(VENV)/.dev ## the live page in headless Chromium (Debian's; pictures of i
 	$(PY) -m pytest tests/web
 
 load: $(VENV)/.dev ## locust against a fleet of its own
-	$(PY) -m tests.load.run
+	$(PY) -m bench.load.run
 
 policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
-	$(PY) -m tests.load.policies_live
+	$(PY) -m bench.load.policies_live
 
 slow: $(VENV)/.dev ## four groups, one of them slow, beside the other three alone: every policy on the virtual clock and over HTTP, 40 min (docs/slow-engines.md)
-	$(PY) -m tests.load.slow_replay
-	$(PY) -m tests.load.slow_engine
+	$(PY) -m bench.load.slow_replay
+	$(PY) -m bench.load.slow_engine
 
 gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
-	$(PY) -m tests.load.shared_view --outage 600
+	$(PY) -m bench.load.shared_view --outage 600
 
 restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
-	$(PY) -m tests.load.restarts $(RESTARTS)
+	$(PY) -m bench.load.restarts $(RESTARTS)
 
 tls: $(VENV)/.dev ## curl, openai SDK, Java and Node over TLS while certificates are exchanged: 6,000 requests, 0 may fail (two minutes; TLS="--only curl")
-	$(PY) -m tests.load.tls $(TLS)
+	$(PY) -m bench.load.tls $(TLS)
 
 soak: $(VENV)/.dev ## twenty minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
-	$(PY) -m tests.load.soak $(SOAK)
+	$(PY) -m bench.load.soak $(SOAK)
 
 overload: $(VENV)/.dev ## twice capacity over HTTP with 600 open streams, and what must hold (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
-	$(PY) -m tests.load.overload $(OVERLOAD)
+	$(PY) -m bench.load.overload $(OVERLOAD)
 
 isolation: $(VENV)/.dev ## whether a tenant can tell another's prompts: mocks, or a real vLLM (ISOLATION="--real --words 200"; docs/tenants.md)
-	$(PY) -m tests.load.tenant_isolation $(ISOLATION)
+	$(PY) -m bench.load.tenant_isolation $(ISOLATION)
 
 clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
-	$(PY) -m tests.load.two_clocks
+	$(PY) -m bench.load.two_clocks
 
 docs: $(VENV)/.runtime ## the reference pages, from the code
-	$(PY) -m gateway.docgen
+	$(PY) -m tools.docgen
 
 lock: $(VENV)/.dev ## new locks from pyproject.toml (needs the network)
 	sh deploy/lock.sh $(PYTHON)
 
 clean: ## remove what make made
-	rm -rf $(VENV) .venv-peers build tests/bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
 
 # The stamps: set-up happens once, and again when a lock or pyproject.toml changes.
 $(VENV)/bin/python:

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the command line; exit with status 130 on Ctrl-C."""
     try:
-        from gateway import cli
+        from gateway.cli import main as cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -1,4 +1,7 @@
-"""The composition root: the only module that names concretes. Builds a gateway, starts and stops it."""
+"""The composition root: the only module that names concrete classes.
+
+Builds, starts and stops a gateway.
+"""
 
 from __future__ import annotations
 
@@ -6,110 +9,76 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
 from time import monotonic
 
-import msgspec
 from aiohttp import web
 
-from gateway import admin, api
-from gateway.account import AccessLog, Accounts
+from gateway.admin import server as admin
+from gateway.admission.controller import Gate
 from gateway.config import Config, Listener, Loaded
-from gateway.connections import ClientConnections
-from gateway.discovery.discovery import Discovery, made
-from gateway.endpoints import EndpointTable
-from gateway.forwarded import TrustedProxies
-from gateway.front import Front
-from gateway.gate import Gate
-from gateway.litter import Litter
-from gateway.lobby import Lobby
-from gateway.metrics import Metrics
-from gateway.networks import Networks
-from gateway.observe.export import Tracer
-from gateway.observe.inside import pools
-from gateway.outbox import Outbox
-from gateway.ports import http_url, named
-from gateway.prefixes import Prefixes
-from gateway.reload.follow import Follow
-from gateway.reload.reloader import Reloader, Say
+from gateway.disagg.handoffs import Handoffs
+from gateway.fleet.discovery.discovery import Discovery, made
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.health_checks import Watcher
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.fleet.speed_monitor import GLANCE_S
+from gateway.http import models_api
+from gateway.http.aiohttp_connection import Lobby
+from gateway.http.client_connections import ClientConnections
+from gateway.http.fast_connection import Front
+from gateway.http.listener_sockets import ADMIN, API, BACKLOG, bind, bound_send_buffers
+from gateway.http.tls_clients import redis_settings
+from gateway.http.tls_listener import Accept, TlsListeners
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.runtime_gauges import pools
+from gateway.peers.bus import ID_BYTES, Bus
+from gateway.peers.frame_auth import Seal
+from gateway.peers.local_bus import LocalBus
+from gateway.peers.sync_loop import Pump
+from gateway.peers.view import View
+from gateway.protocol.forwarded import TrustedProxies
+from gateway.reload.auto_rollback import GatewayOnTrial, Trial
+from gateway.reload.file_watcher import Follow
+from gateway.reload.history import Versions
+from gateway.reload.reloader import Reloader
+from gateway.reload.snapshot import build
 from gateway.reload.swap import Swap, discovered, furnish
-from gateway.reload.trial import GatewayOnTrial, Trial
-from gateway.reload.versions import Versions
 from gateway.restart.channel import BoundTo
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.sockets import ADMIN, API, BACKLOG, EMPTY, Sockets, bind, bound_send_buffers
+from gateway.restart.start_options import Local, Origin
 from gateway.route import Gateway
 from gateway.serve import Beginning
-from gateway.shared.bus import ID_BYTES, Bus
-from gateway.shared.local import LocalBus
-from gateway.shared.pump import Pump
-from gateway.shared.seal import Seal
-from gateway.shared.view import View
-from gateway.snapshot import build
-from gateway.speed_monitor import GLANCE_S
-from gateway.split.handoffs import Handoffs
-from gateway.tls_clients import redis_settings
-from gateway.tls_listener import Accept, TlsListeners
-from gateway.watch.watcher import Watcher
+from gateway.telemetry.accounting import AccessLog, Accounts
+from gateway.telemetry.otlp import Tracer
+from gateway.util.addresses import http_url, named
+from gateway.util.gc_control import Litter
+from gateway.util.networks import Networks
 
 log = logging.getLogger("penstock")
 
 SWEEP_S = 0.25
 PULSE_S = 0.1
-QUIET_S = 0.02  # between two looks at whether everybody has gone
-LAST_WORDS_S = 1.0  # for telling those who are still served that the gateway stops
+QUIET_S = 0.02  # interval of checks whether all requests have ended
+LAST_WORDS_S = 1.0  # time to fail the requests that are left when the gateway stops
 SETTLE_S = 0.3
-FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # between gateways of one machine
-
-
-def log_reload(line: str, bad: bool) -> None:
-    """Tell the operator what became of a new configuration."""
-    log.log(logging.ERROR if bad else logging.INFO, "%s", line)
-
-
-class Local(msgspec.Struct, frozen=True):
-    """One of several gateways of this machine, number 0 and up: the socket `hub` at which they meet, the secret that
-    they have in common, where its admin server is found, and what it begins with: the number of the version of its
-    configuration (None: it is the first of them, and finds it), and the names of endpoints that were drained by hand.
-    Number 0 alone writes versions to a folder."""
-
-    hub: str
-    secret: bytes
-    number: int
-    admin: str
-    version: int | None
-    drained: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"Local({self.number})"
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Where a configuration came from. `file` is what a reload reads, if there is one, references filled from `env`;
-    `say` tells the operator of a reload. `local` is where it meets others of this machine, if it is one of several.
-    `sockets` listen already: systemd, a supervisor or the `predecessor`, which this process replaces, opened them.
-    Those of `activated` listeners are systemd's, wherever they listen."""
-
-    loaded: Loaded
-    file: Path | None = None
-    env: Mapping[str, str] = {}
-    say: Say = log_reload
-    local: Local | None = None
-    sockets: Sockets = EMPTY
-    activated: frozenset[str] = frozenset()
-    predecessor: Predecessor | None = None
+FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one machine
 
 
 class App:
-    """One gateway in one event loop: start(), then stop(). `url` and `admin_url` are set once it listens; `end` asks
-    whoever runs it to stop it."""
+    """One gateway in one event loop: start(), then stop().
+
+    url, admin_url  set once it listens
+    end             call it to request the end of the process
+    """
 
     def __init__(self, config: Config, origin: Origin | None = None) -> None:
-        """`config` is what it starts with; `origin` is needed for following a file."""
+        """Build a gateway with `config`. `origin` is needed for reloads and workers."""
         origin = origin or Origin(Loaded(config))
         self.config = config
         self.url = self.admin_url = ""
@@ -118,59 +87,74 @@ class App:
         self._local = origin.local
         self.metrics = Metrics()
         self._loop = asyncio.get_running_loop()
-        seal = _seal(config, origin.local)
+        auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
-        inherited = None if origin.predecessor is None else origin.predecessor.secret
-        self.secret = inherited or secrets.token_bytes(32) if seal is None else seal.fingerprint_secret
+        self.secret = _fingerprint_secret(auth, origin.predecessor)
         self._prefixes = Prefixes(self.secret, config.prefix.index, config.prefix.block_bytes)
-        self._gate = Gate(config)
-        trusted, refused = Networks(config.listeners.api.trusted_proxies), self.metrics.inside.connections_refused_total
-        self.fronts = ClientConnections(self._gate, trusted, lambda reason: refused.labels(reason).inc())
-        self._outbox = Outbox(self._loop)
+        self._admission = Gate(config)
+        trusted = Networks(config.listeners.api.trusted_proxies)
+        refused = self.metrics.inside.connections_refused_total
+        self.fronts = ClientConnections(
+            self._admission, trusted, lambda reason: refused.labels(reason).inc()
+        )
+        self._write_queue = Outbox(self._loop)
         rng = Random(secrets.randbits(64))
-        self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, self._outbox)
-        self._endpoints.on_change = self._gate.refresh
-        seen = config.observability
-        dropped = self.metrics.inside.log_lines_dropped_total
-        self._log = AccessLog(seen, self._loop, dropped)
+        self._endpoints = EndpointTable(
+            config, self._prefixes, self.metrics, rng, self._write_queue
+        )
+        self._endpoints.on_change = self._admission.refresh
+        lost = self.metrics.inside.log_lines_dropped_total
+        self._log = AccessLog(config.observability, self._loop, lost)
         self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
-        self._watcher = Watcher(config, self._endpoints, self._learnt)
-        self._endpoints.on_out, self._endpoints.ask_health = self._watcher.suspect, self._watcher.check
-        self._pump = None if seal is None else self._join(seal, origin.local, rng)
-        plan = build(config, self._endpoints, self._gate, {})
+        self._health_checker = self._create_health_checker(config)
+        self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
+        plan = build(config, self._endpoints, self._admission, {})
         self._endpoints.adopt(plan.adoption)
         self.gateway = Gateway(
             plan.snapshot,
             self._endpoints,
-            self._gate,
+            self._admission,
             Accounts(self.metrics, self._log, self._tracer, self._loop),
-            Handoffs(self.metrics, rng, self._outbox),
+            Handoffs(self.metrics, rng, self._write_queue),
         )
-        self._beginning = Beginning(
-            self.gateway, self.metrics.itl_seconds, TrustedProxies(trusted) if trusted else None
-        )
+        proxies = TrustedProxies(trusted) if trusted else None
+        self._request_factory = Beginning(self.gateway, self.metrics.itl_seconds, proxies)
         furnish(self.gateway, plan, self.metrics)
-        self.metrics.pools = lambda: pools(self.gateway.snapshot.routes.values(), self._endpoints.all())
-        self._let_change(origin, rng)
+        self.metrics.pools = lambda: pools(
+            self.gateway.snapshot.routes.values(), self._endpoints.all()
+        )
+        self._create_reload(origin, rng)
         self._runners: list[web.AppRunner] = []
         self.sockets, self._activated = dict(origin.sockets), origin.activated
         self._servers: dict[str, list[asyncio.Server]] = {}
-        self._tls = TlsListeners(self.metrics.inside, self.fronts, lambda: self.gateway.snapshot.config.limits)
-        self._litter = Litter(monotonic())
-        self._sweeping: asyncio.Task[None] | None = None
-        self._pulse: asyncio.TimerHandle | None = None
-        self._glancing: asyncio.TimerHandle | None = None
-        self._follow_gauges()
+        self._tls = TlsListeners(
+            self.metrics.inside, self.fronts, lambda: self.gateway.snapshot.config.limits
+        )
+        self._gc_schedule = Litter(monotonic())
+        self._sweep_task: asyncio.Task[None] | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._attach_gauges()
 
-    def _let_change(self, origin: Origin, rng: Random) -> None:
-        """What puts another configuration in force while it runs, and what asks for that."""
-        self.swap = Swap(self.gateway, self._watcher, self.metrics)
-        kept = None if origin.local is None else _versions(self.config, origin.local)
-        folder = Path(origin.loaded.file).parent  # where relative paths of every text that is offered start from
-        self._discovery = Discovery(self._endpoints.found, self._found, rng, partial(made, folder))
+    def _create_health_checker(self, config: Config) -> Watcher:
+        checker = Watcher(config, self._endpoints, self._on_models_changed)
+        self._endpoints.on_out, self._endpoints.ask_health = checker.suspect, checker.check
+        self._endpoints.on_model_gone = checker.relist
+        return checker
+
+    def _create_reload(self, origin: Origin, rng: Random) -> None:
+        """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback."""
+        self.swap = Swap(self.gateway, self._health_checker, self.metrics)
+        history = None if origin.local is None else _versions(self.config, origin.local)
+        folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
+        self._discovery = Discovery(
+            self._endpoints.found, self._on_discovered, rng, partial(made, folder)
+        )
         self.swap.discover = self._discovery.follow
-        self.reloader = Reloader(origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, kept)
-        self._follow = Follow(self.reloader)
+        self.reloader = Reloader(
+            origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, history
+        )
+        self._file_watcher = Follow(self.reloader)
         self._trial = Trial(GatewayOnTrial(self.reloader, self.metrics), origin.say)
         self.reloader.on_applied = self._applied
 
@@ -181,18 +165,18 @@ class App:
         await self._trial.applied(trigger)
 
     async def start(self) -> None:
-        """Look at the engines once, then listen. Raises OSError when an address is taken."""
+        """Poll the engines once, then listen. Raises OSError when an address is in use."""
         await self._discovery.start(self.config)
-        await self._watcher.start()
+        await self._health_checker.start()
         if self._local is not None:
             self._endpoints.drain_named(self._local.drained)
-        self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
-        self._pulse = self._loop.call_later(PULSE_S, self._beat)
-        self._glancing = self._loop.call_later(GLANCE_S, self._glance)
-        if self._pump is not None:
-            await self._pump.start()
-        if self._local is None:  # else somebody follows the file for all
-            await self._follow.start()
+        self._sweep_task = asyncio.create_task(self._sweep(), name="sweep")
+        self._tick_timer = self._loop.call_later(PULSE_S, self._tick)
+        self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
+        if self._sync_loop is not None:
+            await self._sync_loop.start()
+        if self._local is None:  # the supervisor watches the file for all workers
+            await self._file_watcher.start()
             self._trial.start()
         if self._predecessor is not None:
             await self._predecessor.warm(self.gateway, self.config, self.secret)
@@ -201,59 +185,104 @@ class App:
             self.url = await self._listen_api(listeners.api)
         with named("listeners.admin", listeners.admin.host, listeners.admin.port):
             self.admin_url = await self._listen_admin(listeners.admin)
-        self._litter.settle()
+        self._gc_schedule.settle()
         if self._predecessor is not None:
             await self._predecessor.ready(self.gateway if self.config.shared is None else None)
 
     @property
     def bound(self) -> list[tuple[BoundTo, socket.socket]]:
-        """The listening sockets, for a successor, and where this process's configuration wanted them."""
-        where = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
+        """The listening sockets with their configured addresses, for a successor."""
+        listeners = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
         return [
-            (BoundTo(name, where[name].host, where[name].port, activated=name in self._activated), each)
-            for name, own in self.sockets.items()
-            for each in own
+            (
+                BoundTo(
+                    name,
+                    listeners[name].host,
+                    listeners[name].port,
+                    activated=name in self._activated,
+                ),
+                listening,
+            )
+            for name, sockets in self.sockets.items()
+            for listening in sockets
         ]
 
     async def retire(self) -> None:
-        """Another process accepts connections in place of this one: serve those that are here to their end, for
-        timeouts.handover at most. An idle one gets one more request."""
+        """Serve the open connections to their end, because another process accepts new ones now.
+
+        Returns after timeouts.handover at the latest. An idle connection gets one more request.
+        """
         self.draining = self._has_retired = True
-        limit_s, active = self.gateway.snapshot.config.timeouts.handover, self._gate.active
+        limit_s, active = self.gateway.snapshot.config.timeouts.handover, self._admission.active
         ends = monotonic() + limit_s
-        log.info("drain begins: %d connections, %d requests, at most %g s", len(self.fronts), active, limit_s)
-        await self._follow.stop()
+        log.info(
+            "drain begins: %d connections, %d requests, at most %g s",
+            len(self.fronts),
+            active,
+            limit_s,
+        )
+        await self._file_watcher.stop()
         for server in chain(*self._servers.values()):
             server.close()
         for client in tuple(self.fronts):
             client.drain()
-        if self._local is None and self._runners[-1].server is not None:  # a worker's supervisor still asks it
+        # A worker keeps its admin server, which its supervisor still queries.
+        if self._local is None and self._runners[-1].server is not None:
             await self._runners[-1].server.shutdown(LAST_WORDS_S)
-        while monotonic() < ends and (len(self.fronts) or (self._predecessor and self._predecessor.is_alive)):  # noqa: ASYNC110
+        while monotonic() < ends and not self._has_handed_over():  # noqa: ASYNC110
             await asyncio.sleep(SWEEP_S)
 
+    def _has_handed_over(self) -> bool:
+        """Return whether all connections have ended, also those of this process's predecessor."""
+        has_predecessor = self._predecessor is not None and self._predecessor.is_alive
+        return not len(self.fronts) and not has_predecessor
+
     async def stop(self) -> None:
-        """Not ready, accept nothing new, let running answers end within the limit, then close everything."""
+        """Stop accepting, let requests end within timeouts.shutdown, then close everything."""
         began, self.draining = monotonic(), True
-        before = None if self._predecessor is None else asyncio.create_task(self._predecessor.stop(self._longest_s))
-        await self._follow.stop()
+        predecessor_stop = None
+        if self._predecessor is not None:
+            predecessor_stop = asyncio.create_task(self._predecessor.stop(self._longest_stop_s))
+        await self._file_watcher.stop()
         await self._discovery.stop()
         await self._trial.stop()
         for server in self._servers.get(API, ()):
             server.close()
         self._tls.close()
         if self._local is not None:
-            await asyncio.sleep(SETTLE_S)  # whoever was accepted a moment ago is about to ask
+            # A connection that was accepted a moment ago is about to send its request.
+            await asyncio.sleep(SETTLE_S)
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
-        log.info("drain begins: %d requests under way, at most %g s for them", self._gate.active, shutdown_s)
-        leaving = [front.finish() for front in self._in_front()]
-        await self._quiet(leaving, ends)
+        log.info("drain begins: %d requests, at most %g s", self._admission.active, shutdown_s)
+        closing = [connection.finish() for connection in self._fast_connections()]
+        await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:
-            log.warning("drain: %d requests are not over and end with an error now", self._gate.active)
+            log.warning(
+                "drain: %d requests have not ended and are failed now", self._admission.active
+            )
             ends = monotonic() + LAST_WORDS_S
-            await self._last_words()
-            await self._quiet(leaving, ends)
+            await self._fail_requests()
+            await self._wait_until_idle(closing, ends)
+        await self._close_listeners(max(0.0, ends - monotonic()))
+        if self._sync_loop is not None:
+            await self._sync_loop.stop()
+        await self._health_checker.stop()
+        for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self.gateway.handoffs.close()
+        self._endpoints.close()
+        self.gateway.accounts.settle()
+        if predecessor_stop is not None:
+            await predecessor_stop
+        await self._tracer.close()
+        await self._log.close()
+        log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
+
+    async def _close_listeners(self, timeout_s: float) -> None:
+        """Close the admin server and all client connections that are still open."""
+        ends = monotonic() + timeout_s
         for server in self._servers.get(ADMIN, ()):
             server.close()
         for runner in self._runners:
@@ -261,107 +290,114 @@ class App:
                 runner.server.pre_shutdown()
                 await runner.server.shutdown(max(0.0, ends - monotonic()))
             await runner.cleanup()
-        for front in self._in_front():
-            front.cut()
-        if self._pump is not None:
-            await self._pump.stop()
-        await self._watcher.stop()
-        for timer in (self._sweeping, self._pulse, self._glancing):
-            if timer is not None:
-                timer.cancel()
-        self.gateway.handoffs.close()
-        self._endpoints.close()
-        self.gateway.accounts.settle()
-        if before is not None:
-            await before
-        await self._tracer.close()
-        await self._log.close()
-        log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
+        for connection in self._fast_connections():
+            connection.cut()
 
     @property
-    def _longest_s(self) -> float:
-        """How long a process may take to stop."""
+    def _longest_stop_s(self) -> float:
+        """The longest time that stop() takes."""
         return self.gateway.snapshot.config.timeouts.shutdown + LAST_WORDS_S + SETTLE_S
 
     def reopen_log(self) -> None:
-        """Open the access log by its path again, if the file was moved away."""
+        """Reopen the access log if its file was moved."""
         self._log.reopen()
 
-    async def _quiet(self, leaving: Sequence[asyncio.Future[None]], ends: float) -> None:
-        """Until nobody is served or connected any more, or that moment."""
-        while monotonic() < ends and (self._gate.active or not all(map(_over, leaving))):  # noqa: ASYNC110
+    async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
+        """Wait until all requests have ended and all connections have closed, at most until `ends`."""
+
+        def is_idle() -> bool:
+            return not self._admission.active and all(future.done() for future in closing)
+
+        while monotonic() < ends and not is_idle():  # noqa: ASYNC110
             await asyncio.sleep(QUIET_S)
 
-    async def _last_words(self) -> None:
-        """Tell those who are still served; who is in the middle of an event may see its end, which is a token away."""
+    async def _fail_requests(self) -> None:
+        """Fail all running requests; a stream in the middle of an event gets its end first."""
         ends = monotonic() + LAST_WORDS_S / 2
         self._endpoints.retire()
-        self._gate.end_retries()
+        self._admission.end_retries()
         while self._endpoints.give_up() and monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(QUIET_S)
         self._endpoints.give_up(at_once=True)
 
     async def recede(self) -> None:
-        """Not ready, and serving still: whoever sends requests here has `timeouts.grace` to notice."""
+        """Report not ready and serve on for timeouts.grace, so that load balancers notice."""
         self.draining = True
         grace_s = self.gateway.snapshot.config.timeouts.grace or 0.0
-        log.info("SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s)
+        log.info("SIGTERM: not ready, but serving for %g s more (timeouts.grace)", grace_s)
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
-        """How it stands with the view that gateways share; None: this one is alone, or shares it with workers only."""
-        return None if self._pump is None or self.config.shared is None else self._pump.state()
+        """Return the state of the exchange with other gateways; None if `shared` is not configured."""
+        if self._sync_loop is None or self.config.shared is None:
+            return None
+        return self._sync_loop.state()
 
-    def _join(self, seal: Seal, local: Local | None, rng: Random) -> Pump:
-        """What tells other gateways, and hears of them."""
+    def _create_sync(self, auth: Seal, local: Local | None, rng: Random) -> Pump:
+        """Create the state exchange with other gateways: view, bus and sync loop."""
         config, shared = self.config, self.config.shared
         memory_bytes = MEMORY_BYTES if shared is None else shared.memory
-        view = View(seal, self._endpoints, self._gate, self.metrics, config.prefix.block_bytes, memory_bytes)
+        view = View(
+            auth,
+            self._endpoints,
+            self._admission,
+            self.metrics,
+            config.prefix.block_bytes,
+            memory_bytes,
+        )
         bus: Bus
         if shared is not None:
-            from gateway.shared.redis import Place, RedisBus  # 60 ms that only those pay who want it
+            # Imported here because it takes 60 ms.
+            from gateway.peers.redis_bus import Place, RedisBus
 
             password = None if shared.redis.password is None else shared.redis.password.reveal()
             encryption = redis_settings(shared.redis.url, shared.redis.tls)
-            place = Place(shared.redis.url, shared.fleet, shared.redis.username, password, encryption)
-            bus = RedisBus(place, rng, view.drop)
+            address = Place(
+                shared.redis.url, shared.fleet, shared.redis.username, password, encryption
+            )
+            bus = RedisBus(address, rng, view.drop)
         else:
             assert local is not None
             bus = LocalBus(Path(local.hub), view.drop)
-        view.suspect = self._watcher.suspect
+        view.suspect = self._health_checker.suspect
         view.tenants = lambda: self.gateway.snapshot.config.tenants
         self._endpoints.news = view.news
-        self._gate.tell(view.news)
-        return Pump(view, bus, FLUSH_S if shared is None else shared.flush, self.metrics, rng)
+        self._admission.tell(view.news)
+        flush_s = FLUSH_S if shared is None else shared.flush
+        return Pump(view, bus, flush_s, self.metrics, rng)
 
-    def _in_front(self) -> list[Front]:
-        """Client connections that aiohttp's server does not know of."""
-        return [each for each in self.fronts if isinstance(each, Front)]
+    def _fast_connections(self) -> list[Front]:
+        """Return the client connections that are not handled by aiohttp's server."""
+        return [connection for connection in self.fronts if isinstance(connection, Front)]
 
-    async def _doors(self) -> Callable[[], Front]:
-        """What makes a protocol for every client connection."""
-        runner = web.AppRunner(
-            api.application(lambda: self.gateway.snapshot), handler_cancellation=True, access_log=None
-        )
+    async def _connection_factory(self) -> Callable[[], Front]:
+        """Return the factory of protocols for client connections."""
+        server = models_api.application(lambda: self.gateway.snapshot)
+        runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)
         manager = runner.server
         assert manager is not None
-        serve, fronts, gateway, outbox = self._beginning.serve, self.fronts, self.gateway, self._outbox
+        serve, connections = self._request_factory.serve, self.fronts
+        gateway, write_queue = self.gateway, self._write_queue
 
-        def front() -> Front:  # a connection keeps the limits that it began with
-            limits = gateway.snapshot.config.limits
-            made = Front(serve, fronts, limits, outbox, lambda: Lobby(serve, fronts, limits, outbox, manager))
-            if self._has_retired:  # accepted in the last moment
-                made.drain()
-            return made
+        def create() -> Front:
+            limits = gateway.snapshot.config.limits  # for the whole life of the connection
 
-        return front
+            def create_fallback() -> Lobby:
+                return Lobby(serve, connections, limits, write_queue, manager)
 
-    async def _listen_api(self, where: Listener) -> str:
-        return await self._accept(API, where, await self._doors())
+            connection = Front(serve, connections, limits, write_queue, create_fallback)
+            if self._has_retired:  # accepted just before the sockets were closed
+                connection.drain()
+            return connection
 
-    async def _listen_admin(self, where: Listener) -> str:
+        return create
+
+    async def _listen_api(self, listener: Listener) -> str:
+        return await self._listen(API, listener, await self._connection_factory())
+
+    async def _listen_admin(self, listener: Listener) -> str:
         runner = web.AppRunner(admin.application(self), access_log=None)
         await runner.setup()
         self._runners.append(runner)
@@ -369,37 +405,41 @@ class App:
             await web.UnixSite(runner, self._local.admin).start()
             return ""
         assert runner.server is not None
-        return await self._accept(ADMIN, where, runner.server)
+        return await self._listen(ADMIN, listener, runner.server)
 
-    async def _accept(self, name: str, where: Listener, make: Accept) -> str:
-        """Listen, on sockets that were given or on new ones. The URL."""
-        accept = self._tls.wrap(name, where.tls, make)
-        sockets = self.sockets[name] = self.sockets.get(name) or bind(where.host, where.port)
+    async def _listen(self, name: str, listener: Listener, factory: Accept) -> str:
+        """Listen on inherited sockets, or on new ones; return the URL."""
+        factory = self._tls.wrap(name, listener.tls, factory)
+        sockets = self.sockets.get(name) or bind(listener.host, listener.port)
+        self.sockets[name] = sockets
         bound_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
-        servers = [await self._loop.create_server(accept, sock=each, backlog=BACKLOG) for each in sockets]
-        self._servers[name] = servers
-        return http_url(where.host, sockets[0].getsockname()[1], encrypted=where.tls is not None)
+        self._servers[name] = [
+            await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
+            for listening in sockets
+        ]
+        port = sockets[0].getsockname()[1]
+        return http_url(listener.host, port, encrypted=listener.tls is not None)
 
-    def _beat(self) -> None:
-        """The clockwork of admissions."""
-        self._pulse = self._loop.call_later(PULSE_S, self._beat)
+    def _tick(self) -> None:
+        """Advance the admissions' clock."""
+        self._tick_timer = self._loop.call_later(PULSE_S, self._tick)
         try:
-            self._gate.tick(monotonic())
-        except Exception:  # an admission may be anybody's: the next beat may do better
+            self._admission.tick(monotonic())
+        except Exception:  # an admission may be third-party code
             log.exception("an admission failed at its tick")
 
-    def _glance(self) -> None:
-        """Look for endpoints whose prompts stall, more often than a sweep is due."""
-        self._glancing = self._loop.call_later(GLANCE_S, self._glance)
+    def _check_stalls(self) -> None:
+        """Look for endpoints whose prefill stalls, more often than the sweep does."""
+        self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
         try:
             now = monotonic()
             share = self.gateway.snapshot.config.retries.hedge
             self.gateway.hedger.glance(share, self._endpoints.glance(now), now)
         except Exception:
-            log.exception("a look for stalled endpoints failed")
+            log.exception("a check for stalled endpoints failed")
 
     async def _sweep(self) -> None:
-        """One timer for all deadlines of all connections; its own lateness is the loop's lag."""
+        """Check all deadlines regularly; the delay of this timer is the loop's lag."""
         due = monotonic() + SWEEP_S
         while True:
             await asyncio.sleep(due - monotonic())
@@ -408,35 +448,44 @@ class App:
             due = now + SWEEP_S
             try:
                 self.gateway.handoffs.sweep(now)
-                for front in tuple(self.fronts):
-                    front.sweep(now)
+                for connection in tuple(self.fronts):
+                    connection.sweep(now)
                 self._endpoints.sweep(now)
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
-                self.gateway.accounts.settle()  # before the series go that it would bring back
+                # First, because accounting would re-create series that the next step removes.
+                self.gateway.accounts.settle()
                 self.swap.sweep()
-                self._litter.sweep(now, self._gate.active)
-            except Exception:  # no deadline may end because one connection could not be swept
+                self._gc_schedule.sweep(now, self._admission.active)
+            except Exception:  # an error must not stop the deadlines of other connections
                 log.exception("a sweep failed")
 
-    def _learnt(self) -> None:
-        """Engines told which models they serve: routes may change, everything else stays."""
-        snapshot = self.gateway.snapshot
-        if not snapshot.config.models:
-            self._found()
+    def _on_models_changed(self) -> None:
+        """Rebuild the routes after an engine's list of models has changed.
 
-    def _found(self) -> None:
-        """Endpoints were discovered, or are gone: they come and leave as by a reload."""
-        snapshot = self.gateway.snapshot
-        self.swap.carry_out(build(snapshot.config, self._endpoints, self._gate, discovered(self.gateway), snapshot))
+        With configured models, this replaces the snapshot only if they gained or lost endpoints.
+        """
+        before, models = self.gateway.snapshot, discovered(self.gateway)
+        plan = build(before.config, self._endpoints, self._admission, models, before)
+        after = plan.snapshot
+        is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
+        if not before.config.models or not is_same:
+            self.swap.carry_out(plan)
 
-    def _follow_gauges(self) -> None:
+    def _on_discovered(self) -> None:
+        """Apply newly discovered endpoints or models in the same way as a reload."""
+        snapshot, models = self.gateway.snapshot, discovered(self.gateway)
+        plan = build(snapshot.config, self._endpoints, self._admission, models, snapshot)
+        self.swap.carry_out(plan)
+
+    def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes
-        metrics.retry_budget_remaining.follow(lambda: self._gate.retries_left)
-        metrics.open_streams.follow(lambda: float(self._gate.active))
+        admission = self._admission
+        metrics.retry_budget_remaining.follow(lambda: admission.retries_left)
+        metrics.open_streams.follow(lambda: float(admission.active))
         metrics.prefix_index_bytes.follow(lambda: float(prefixes.index.stats().bytes))
         inside, handoffs = metrics.inside, self.gateway.handoffs
         inside.connections.follow(lambda: float(len(self.fronts)))
-        inside.body_bytes.follow(lambda: float(self._gate.body_bytes))
+        inside.body_bytes.follow(lambda: float(admission.body_bytes))
         inside.split_live.follow(lambda: float(handoffs.under_way))
         inside.tasks.follow(lambda: float(len(asyncio.all_tasks(self._loop))))
 
@@ -446,12 +495,16 @@ def _versions(config: Config, local: Local) -> Versions:
     return Versions(None if folder is None else Path(folder), local.version)
 
 
-def _seal(config: Config, local: Local | None) -> Seal | None:
-    """What makes this gateway one of several; None: it is alone."""
+def _frame_auth(config: Config, local: Local | None) -> Seal | None:
+    """Create the frame authentication; None if there are no other gateways to exchange state with."""
     if config.shared is not None:
         return Seal(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else Seal(local.secret, secrets.token_bytes(ID_BYTES))
 
 
-def _over(leaving: asyncio.Future[None]) -> bool:
-    return leaving.done()
+def _fingerprint_secret(auth: Seal | None, predecessor: Predecessor | None) -> bytes:
+    """Return the key of prompt fingerprints: shared with other gateways, inherited, or random."""
+    if auth is not None:
+        return auth.fingerprint_secret
+    inherited = None if predecessor is None else predecessor.secret
+    return inherited or secrets.token_bytes(32)

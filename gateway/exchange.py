@@ -13,16 +13,16 @@ import msgspec
 from policies.model import Ask, Candidate, Pick
 
 if TYPE_CHECKING:
-    from gateway.answer import GatewayError
-    from gateway.booking import Booking
-    from gateway.gate import Gate, Room
-    from gateway.meters import Histogram
-    from gateway.openai import Api, Call
-    from gateway.relay import Relay, UpstreamBroke
-    from gateway.resume.ledger import Ledger
-    from gateway.trace import Trace
-    from policies.fingerprint import Fingerprint
-    from policies.quota import Quota
+    from gateway.admission.controller import Gate, Room
+    from gateway.fleet.booking import Booking
+    from gateway.metrics.metric_types import Histogram
+    from gateway.protocol.errors import GatewayError
+    from gateway.protocol.openai import Api, Call
+    from gateway.protocol.relay import Relay, UpstreamBroke
+    from gateway.protocol.token_ledger import Ledger
+    from gateway.protocol.trace_context import Trace
+    from policies.admission.quota import Quota
+    from policies.prefix.fingerprint import Fingerprint
 
 
 class Sent(Protocol):
@@ -32,19 +32,21 @@ class Sent(Protocol):
 
 
 class Countable(Protocol):
-    """The side of a canary that counts the outcome of a request (canary.py)."""
+    """The side of a canary that counts the outcome of a request (gateway/trials/canary.py)."""
 
-    def count(self, x: Exchange) -> None: ...
+    def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """The state of the candidates before a pick was booked (explain.py)."""
+    """The state of the candidates before a pick was booked (gateway/telemetry/explain.py)."""
 
-    def of(self, ask: Ask, kept: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]: ...
+    def of(
+        self, ask: Ask, candidates: Sequence[Candidate], /
+    ) -> Mapping[str, Mapping[str, float]]: ...
 
 
 class SecondAttempt(Protocol):
-    """A hedge: a second attempt that runs beside the first one (hedge.py)."""
+    """A hedge: a second attempt that runs beside the first one (gateway/legs/hedge.py)."""
 
     is_over: bool
     loser: str
@@ -58,7 +60,7 @@ class SplitRecord:
 
     Times are monotonic seconds; None: not reached.
 
-    reason            why it was split or not, one of policies.split.Reason
+    reason            why it was split or not, one of policies.pricing.split.Reason
     prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when it was not
                       split
     prefill_sent_at   the prefill request was sent
@@ -109,7 +111,7 @@ class Exchange:
     room          the room to report the outcome to; None if the room does not need it
     tier          name of the smaller model that serves it instead of the one requested; "" usually
     fingerprint   of the prompt; None where the policy does not read prefixes
-    kept          whether its SLO was met, one of kept.py's words; "" when that is unknown
+    kept          whether its SLO was met, one of gateway/telemetry/slo_outcomes.py's words; "" when that is unknown
     ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
     before        the best two candidates as they were at the pick; None if the policy has no terms
                   to explain
@@ -207,9 +209,10 @@ class Exchange:
         """
         if self.booking is not None:
             self.booking.first_token()
-        call, sent = self.call, self.sent
+        call = self.call
         if call is not None:
             call.release()
+        sent = self.sent
         if sent is not None and sent is not call:
             sent.release()
         holder = self.holder

@@ -1,11 +1,11 @@
-"""The life of one gateway process: signals, shutdown, and handover to a successor.
+"""The life of one gateway process: its start, its signals, its restart and its end.
 
-    SIGTERM   not ready for timeouts.grace, then drain and exit
-    SIGINT    drain and exit
+    SIGTERM   report not ready for timeouts.grace, then drain and end
+    SIGINT    drain and end
     SIGHUP    reopen the access log and reload the configuration
-    SIGUSR2   restart without refusing a connection
+    SIGUSR2   restart without refusing a request
 
-In a worker, SIGUSR2 only drains: its supervisor sends it once another worker has the listening
+In a worker process SIGUSR2 only drains: its supervisor sends it once another worker listens on the
 socket.
 """
 
@@ -21,9 +21,10 @@ from typing import Any
 
 import uvloop
 
-from gateway.app import App, Origin
+from gateway.app import App
 from gateway.restart import notify
 from gateway.restart.learned_state import booked, collect
+from gateway.restart.start_options import Origin
 from gateway.restart.successor import HandoverError, Successor
 
 log = logging.getLogger("penstock")
@@ -32,10 +33,11 @@ log = logging.getLogger("penstock")
 def run(
     origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
 ) -> int:
-    """Run a gateway until SIGINT or SIGTERM and return the exit code.
+    """Run a gateway until it is asked to end, and return its exit code.
 
-    `ready` is called once it listens. With `hangup_reloads` false, SIGHUP keeps its default action,
-    as a program in a terminal needs; a worker only reopens its access log.
+    ready           called once the gateway listens
+    hangup_reloads  if False, SIGHUP ends the process, as usual for a program in a terminal; a
+                    worker only reopens its access log on SIGHUP
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
@@ -64,7 +66,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 
 
 class _Process:
-    """The signal handlers of a gateway process, and the tasks they start."""
+    """Handles the signals of a gateway process and owns the tasks that they start."""
 
     def __init__(self, app: App, origin: Origin) -> None:
         self._app = app
@@ -72,39 +74,37 @@ class _Process:
         self._is_worker = origin.local is not None
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
-        self._is_terminated = self._is_restarting = False
+        self._terminated = self._restarting = False
         self._successor: Successor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         app.end = self._ending.set
 
     def follow_signals(self, *, hangup_reloads: bool) -> None:
-        """Install the signal handlers of this process."""
         add = self._loop.add_signal_handler
         add(signal.SIGINT, self._ending.set)
         add(signal.SIGTERM, self._terminate)
         if self._is_worker:
             add(signal.SIGHUP, self._app.reopen_log)
-            add(signal.SIGUSR2, self._start_task, self._retire)
+            add(signal.SIGUSR2, self._begin, self._retire)
         elif hangup_reloads:
-            add(signal.SIGHUP, self._start_task, self._on_hangup)
-            add(signal.SIGUSR2, self._start_task, self._restart)
+            add(signal.SIGHUP, self._begin, self._hang_up)
+            add(signal.SIGUSR2, self._begin, self._restart)
 
     async def until_end(self) -> None:
-        """Return when the process should end.
+        """Return when the process has to end.
 
-        That is after SIGINT, after the grace period of SIGTERM, or when a successor serves all
-        clients.
+        That is after SIGTERM's grace period, or once a successor serves all of its clients.
         """
         await self._ending.wait()
         if self._successor is not None:
             return
         notify.stopping(self._env)
-        # Only SIGTERM waits for load balancers; after Ctrl-C there is no need to.
-        if self._is_terminated:
+        # SIGTERM comes from an orchestrator, whose load balancer needs time to notice. After
+        # SIGINT, from a terminal, there is nothing to wait for.
+        if self._terminated:
             await self._app.recede()
 
     async def end(self) -> None:
-        """Stop the application, after a handover or a drain."""
         for task in self._tasks:
             task.cancel()
         await self._app.stop()
@@ -112,18 +112,18 @@ class _Process:
             self._successor.close()
 
     def _terminate(self) -> None:
-        self._is_terminated = True
+        self._terminated = True
         self._ending.set()
 
-    def _start_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._loop.create_task(work())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _on_hangup(self) -> None:
+    async def _hang_up(self) -> None:
         self._app.reopen_log()
-        if self._successor is not None:  # the successor owns the configuration now
-            return
+        if self._successor is not None:
+            return  # the successor owns the configuration now
         notify.reloading(self._env)
         try:
             await self._app.reloader.reload("signal")
@@ -135,20 +135,19 @@ class _Process:
         self._ending.set()
 
     async def _restart(self) -> None:
-        if self._is_restarting or self._ending.is_set():
-            log.warning("SIGUSR2: ignored, because this process is already restarting or stopping")
+        if self._restarting or self._ending.is_set():
+            log.warning("SIGUSR2 ignored: this process is already restarting or ending")
             return
         if os.getpid() == 1:
             log.error(
-                "SIGUSR2: ignored in process 1, because the container ends with it; "
-                "replace the container instead"
+                "SIGUSR2 ignored: the end of process 1 ends the container; replace the container"
             )
             return
-        self._is_restarting = True
+        self._restarting = True
         try:
             await self._hand_over()
         finally:
-            self._is_restarting = False
+            self._restarting = False
 
     async def _hand_over(self) -> None:
         app = self._app
@@ -157,7 +156,7 @@ class _Process:
         try:
             await successor.start(app.config.prefix.block_bytes, partial(collect, app.gateway))
         except HandoverError as error:
-            log.error("restart failed: %s; this process continues", error)
+            log.error("restart failed: %s. This process goes on.", error)
             return
         self._successor = successor
         log.info("the successor (pid %d) accepts connections", successor.pid)

@@ -23,22 +23,22 @@ from typing import Any
 
 import xxhash
 
-from gateway import overflow
-from gateway.answer import Failure, GatewayError
-from gateway.attempts import attempts, end_retries
-from gateway.client import Client
-from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
-from gateway.forwarded import TrustedProxies, proxy_request_id
-from gateway.kept import outcome_of
-from gateway.meters import Histogram
-from gateway.openai import Api, Call, Caller, parse
-from gateway.resume.going_on import continue_stream
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.http.client import Client
+from gateway.metrics.metric_types import Histogram
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
+from gateway.protocol.openai import Api, Call, Caller, parse
+from gateway.proxy import tier_fallback
+from gateway.proxy.attempts import attempts, end_retries
+from gateway.proxy.pair import SplitAttempts, SplitPlan
+from gateway.proxy.rest import continue_stream
+from gateway.proxy.whole import WholePlan
 from gateway.route import Gateway, Route, Snapshot
-from gateway.split.dispatch import SplitAttempts, SplitPlan
-from gateway.whole import WholePlan
-from policies.fingerprint import Fingerprint
+from gateway.telemetry.slo_outcomes import outcome_of
 from policies.model import Ask, Request
+from policies.prefix.fingerprint import Fingerprint
 
 log = logging.getLogger("penstock")
 
@@ -126,7 +126,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     caller = Caller(
         exchange.id, exchange.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts
     )
-    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller)
+    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
@@ -170,7 +170,7 @@ async def _admit(
     try:
         exchange.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
     except GatewayError:
-        tier = overflow.into(gateway.endpoints, snapshot.routes, route, call)
+        tier = tier_fallback.into(gateway.endpoints, snapshot.routes, route, call)
         if tier is None:
             raise
         exchange.model = exchange.tier = tier.name
@@ -214,7 +214,8 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
         output_tokens = None
         if exchange.outcome != "refused":
             output_tokens = outcome_of(exchange).output_tokens
-        gateway.gate.quotas.settle(exchange.quota, request, output_tokens)
+        prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
+        gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
     if exchange.room is None:
         return
     if exchange.asked is not None:

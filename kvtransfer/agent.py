@@ -2,7 +2,7 @@
 
 It connects the source and sink logic, the links, the clock and the event loop under one lock.
 Events come in from any thread; commands are executed in order. Not here: decisions about a transfer
-(source.py, sink.py) or about the trust of a link (session.py).
+(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py) or about the trust of a link (kvtransfer/protocol/session.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.clock import Clock, ThreadClock, Timer
-from kvtransfer.commands import (
+from kvtransfer.contract import Link, Slice, Transport, TransportError, Verdict, WindowHead
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.links.link_manager import Switchboard
+from kvtransfer.protocol.messages import Card
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.transfer.commands import (
     Admit,
     Bump,
     Command,
@@ -34,24 +40,18 @@ from kvtransfer.commands import (
     Send,
     SendInvite,
 )
-from kvtransfer.credits import Klass
-from kvtransfer.ends import Reason
-from kvtransfer.handles import Bell, Doorbell, Handle, Landing, Offer
-from kvtransfer.hold import Hold
-from kvtransfer.inviting import Inviting
-from kvtransfer.landing import WindowError
-from kvtransfer.layout import KvLayout
-from kvtransfer.messages import Card
-from kvtransfer.options import Options
-from kvtransfer.outlet import Ware
-from kvtransfer.regions import Region
-from kvtransfer.reshard import Blocks
-from kvtransfer.sink import SinkBook, Wish
-from kvtransfer.source import SourceBook
-from kvtransfer.switchboard import Switchboard
-from kvtransfer.tally import Tally
-from kvtransfer.transports.base import Link, Slice, Transport, TransportError, Verdict, WindowHead
+from kvtransfer.transfer.flow_control import Klass
+from kvtransfer.transfer.handles import Bell, Doorbell, Handle, Landing, Offer
+from kvtransfer.transfer.invite_registration import Inviting
+from kvtransfer.transfer.receive_tracker import WindowError
+from kvtransfer.transfer.send_queue import Ware
+from kvtransfer.transfer.sink import SinkBook, Wish
+from kvtransfer.transfer.source import SourceBook
+from kvtransfer.transfer.stats import Tally
 from kvtransfer.transports.choose import this_host
+from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.clock import Clock, ThreadClock, Timer
+from kvtransfer.util.options import Options
 
 log = logging.getLogger("penstock")
 
@@ -134,7 +134,7 @@ class Agent:
     def open(self, bell: Bell | None = None) -> None:
         """Start listening without an event loop.
 
-        Handles can then be read but not awaited, and `bell` is notified of every change. A
+        Handles can then be read but not awaited, and `listener` is notified of every change. A
         transport other than the first that fails to start is logged and dropped. Raises
         TransportError if the first fails; the others are then closed and stay dropped for a later
         call.
@@ -258,7 +258,7 @@ class Agent:
 
         ticket   the offer's ticket; None: match by name an offer that is public or for this
                  agent, and that may come later
-        klass    interactive, bulk or migration
+        priority   interactive, bulk or migration
 
         Raises ValueError for invalid arguments.
         """

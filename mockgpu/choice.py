@@ -1,7 +1,7 @@
 """One choice of a response: its text, cut at stop strings, and its finish reason.
 
 It is complete before the first step runs. If the KV that it depends on turns out wrong, its text is
-replaced at the same length. Not here: the bytes on the wire (dialect.py).
+replaced at the same length. Not here: the bytes on the wire (mockgpu/openai_format.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mockgpu.ask import Ask
-from mockgpu.handoff.legs import Give, Take
 from mockgpu.job import Job
+from mockgpu.leg_params import Give, Take
+from mockgpu.request_parser import Ask
 from mockgpu.text import TOKEN_BYTES, Speech, block_keys, salted, speak, token_count, variation
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv import Words
+    from mockgpu.kv_contents import Words
 
 
 class Choice(msgspec.Struct, eq=False):
@@ -45,7 +45,7 @@ class Choice(msgspec.Struct, eq=False):
 
     def states(self, start: int, end: int) -> Words:
         """Return the states of tokens [start, end) of prompt and answer, for the KV."""
-        from mockgpu.kv import token_states
+        from mockgpu.kv_contents import token_states
 
         if self.prompt_states is None:
             self.prompt_states = token_states(self.prompt, self.keys)

@@ -14,14 +14,14 @@ import msgspec
 import typer
 import uvloop
 
-from kvtransfer.tls_files import TlsFiles
-from mockgpu.door import open_door
-from mockgpu.faults import FaultError
+from kvtransfer.util.tls_files import TlsFiles
+from mockgpu.chaos_server import open_door
+from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import DEFAULT_SCALE, KEY, Transfer
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import kv_capacity_tokens, model_named
+from mockgpu.handoff_options import DEFAULT_SCALE, KEY, Transfer
+from mockgpu.model_shapes import kv_capacity_tokens, model_named
 from mockgpu.options import (
     AsJson,
     BootstrapPort,

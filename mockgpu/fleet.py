@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from mockgpu.faultbox import FaultBox
 from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.group_faults import FaultBox
 from mockgpu.server import MockServer
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.handoff.half import Half, ProcessWire
-    from mockgpu.handoff.spec import Transfer
+    from mockgpu.handoff_options import Transfer
+    from mockgpu.pd_role import Half, ProcessWire
 
 KEEP_ALIVE_S = 5.0
 
@@ -72,7 +72,7 @@ class Listener:
 class Member:
     """One TP group of a fleet, with its server, faults and port.
 
-    `half`: its role in split requests; None: it serves whole requests only.
+    `pd_role`: its role in split requests; None: it serves whole requests only.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ def _inproc(spec: GroupSpec) -> bool:
 
 
 def _wire() -> ProcessWire:
-    from mockgpu.handoff.half import ProcessWire
+    from mockgpu.pd_role import ProcessWire
 
     return ProcessWire()
 
 
 def _half(group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None) -> Half:
-    from mockgpu.handoff.half import Half
+    from mockgpu.pd_role import Half
 
     return Half(group, transfer, host, wire)
 

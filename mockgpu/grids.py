@@ -14,8 +14,8 @@ from math import log2
 
 import msgspec
 
-from mockgpu.hardware import Gpu
-from mockgpu.llm import Llm
+from mockgpu.gpus import Gpu
+from mockgpu.model_shapes import Llm
 from mockgpu.roofline import PROFILES, Profile, Roofline, Work
 
 

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kvtransfer.ends import End
-from mockgpu.ask import ApiError
+from kvtransfer.protocol.outcomes import End
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
-from mockgpu.doom import Doom
-from mockgpu.faults import Fault
+from mockgpu.fault_grammar import Fault
+from mockgpu.gpus import Gpu
 from mockgpu.grids import roofline_for
-from mockgpu.handoff.desk import Desk
-from mockgpu.handoff.legs import Answering, Give, Take
-from mockgpu.handoff.spec import Transfer
-from mockgpu.hardware import Gpu
+from mockgpu.handoff.kv_handoff import Desk
+from mockgpu.handoff_options import Transfer
 from mockgpu.job import Chunk, Job, Plan, State
-from mockgpu.llm import Llm, kv_capacity_tokens
+from mockgpu.kill_faults import Doom
+from mockgpu.leg_params import Answering, Give, Take
 from mockgpu.metrics import GroupMetrics
+from mockgpu.model_shapes import Llm, kv_capacity_tokens
+from mockgpu.request_parser import ApiError
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.memory import KvMemory
+    from mockgpu.kv_memory import KvMemory
 
 # A late process catches up by at most this much and drops the rest, so that it stays responsive.
 MOST_LAG_S = 0.25
@@ -108,7 +108,7 @@ class _Live:
 class TpGroup:
     """Sole owner of its scheduler, its ranks' health and its step timer.
 
-    `memory` and `desk` are set in groups that transfer KV.
+    `memory` and `kv_handoff` are set in groups that transfer KV.
     """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from mockgpu.handoff.legs import Give, Offered, Take
+from mockgpu.leg_params import Give, Offered, Take
 from mockgpu.roofline import Work
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv import Words
+    from mockgpu.kv_contents import Words
 
 
 class State(Enum):
@@ -32,7 +32,7 @@ class Content(Protocol):
     """The content of a job's KV, and its text if the KV turns out wrong."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer (kv.py)."""
+        """Return the states of tokens [start, end) of prompt and answer (mockgpu/kv_contents.py)."""
         ...
 
     def spoil(self, taint: int) -> None:
@@ -44,17 +44,18 @@ class Content(Protocol):
 class Job:
     """One sequence to serve. Owned by the scheduler once added.
 
-    keys       chained keys of the full blocks of prompt and output; short or empty: not cacheable
-    computed   tokens of the prompt (after preemption, also of the output) whose KV is present
-               or planned
-    cached     prompt tokens found in the prefix cache at first admission; -1 before
-    made       output tokens so far, current only while not decoding; see `Scheduler.count_output()`
-    origin     while decoding: the scheduler's tick minus the tokens made
-    leg        Give: its KV goes to another group at its end; Take: its KV comes from another group;
-               None: neither
-    content    None in a group without real KV
-    keep       its blocks stay allocated at its end, until `Scheduler.release_kept()`
-    offered    after its end: what the other group may learn of its KV
+    keys           chained keys of the full blocks of prompt and output; short or empty: not
+                   cacheable
+    computed       tokens of the prompt (after preemption, also of the output) whose KV is
+                   present or planned
+    cached         prompt tokens found in the prefix cache at first admission; -1 before
+    made           output tokens, current only while not decoding; see `Scheduler.count_output()`
+    origin         while decoding: the scheduler's tick minus the tokens made
+    leg            PrefillLeg: its KV goes to another group at its end; DecodeLeg: its KV comes
+                   from another group; None: neither
+    content        None in a group without real KV
+    keeps_blocks   its blocks stay allocated at its end, until `Scheduler.release_kept()`
+    offered        after its end: what the other group may learn of its KV
     """
 
     prompt_tokens: int

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mockgpu.handoff.desk import Desk
-from mockgpu.handoff.legs import Take
+from mockgpu.engine_formats import Engine
+from mockgpu.handoff.kv_handoff import Desk
 from mockgpu.histogram import Histogram
+from mockgpu.leg_params import Take
 from mockgpu.scheduler import Scheduler
-from mockgpu.shapes import Engine
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -1,6 +1,6 @@
 """The duration of one engine step from first principles: bytes read, operations, collectives.
 
-The equation and its eight constants per GPU (hardware.py) hold for any shape. A measured grid
+The equation and its eight constants per GPU (mockgpu/gpus.py) hold for any shape. A measured grid
 (grids.py), if there is one, corrects it so that every measured point is met exactly. Not here:
 scheduling, or a clock.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from mockgpu.hardware import Gpu
-from mockgpu.llm import Llm
+from mockgpu.gpus import Gpu
+from mockgpu.model_shapes import Llm
 
 
 class Work(NamedTuple):

@@ -7,7 +7,7 @@ those that end or need a block are touched, so a step costs O(changes).
 
 For split requests: a job with KV from another group gets all its prompt's blocks before the first
 byte moves, then waits for `on_landed()`. A job whose KV goes to another group leaves its blocks in
-`kept` until `release_kept()`. Not here: moving bytes (handoff/desk.py).
+`kept` until `release_kept()`. Not here: moving bytes (mockgpu/handoff/kv_handoff.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from mockgpu.blocks import BlockPool, blocks_for
-from mockgpu.handoff.legs import Take
 from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
+from mockgpu.leg_params import Take
 
 
 class Scheduler:

@@ -16,9 +16,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 from aiohttp import web
 
-from mockgpu import dialect
-from mockgpu.answer import Answer, FaultySink, StreamSink, WholeSink, break_off, reset
-from mockgpu.ask import (
+from mockgpu import openai_format
+from mockgpu.choice import Choice, choices_of
+from mockgpu.engine_formats import Engine, engine_of, error_body, request_schemas, with_extra_key
+from mockgpu.fault_grammar import (
+    BREAKING_FAULTS,
+    KV_FAULTS,
+    STREAM_FAULTS,
+    Fault,
+    FaultError,
+    FaultKind,
+    parse_faults,
+)
+from mockgpu.group import Sink, TpGroup
+from mockgpu.group_faults import FaultBox
+from mockgpu.leg_params import Give, Take
+from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
     Ask,
@@ -31,23 +44,10 @@ from mockgpu.ask import (
     prompt_of,
     request_name,
 )
-from mockgpu.choice import Choice, choices_of
-from mockgpu.faultbox import FaultBox
-from mockgpu.faults import (
-    BREAKING_FAULTS,
-    KV_FAULTS,
-    STREAM_FAULTS,
-    Fault,
-    FaultError,
-    FaultKind,
-    parse_faults,
-)
-from mockgpu.group import Sink, TpGroup
-from mockgpu.handoff.legs import Give, Take
-from mockgpu.shapes import Engine, engine_of, error_body, request_schemas, with_extra_key
+from mockgpu.response_sinks import Answer, FaultySink, StreamSink, WholeSink, break_off, reset
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.handoff.half import Half
+    from mockgpu.pd_role import Half
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
@@ -73,7 +73,7 @@ class RenewOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MockServer:
     """The routes of one TP group. Sole owner of its faults.
 
-    `half`: its role in split requests; None: it serves whole requests only.
+    `pd_role`: its role in split requests; None: it serves whole requests only.
     """
 
     def __init__(self, group: TpGroup, faults: FaultBox, half: Half | None = None) -> None:
@@ -167,7 +167,7 @@ class MockServer:
             error = await answer.done
         if error is not None:
             raise error
-        body = dialect.whole(
+        body = openai_format.whole(
             ask,
             choices,
             int(time.time()),
@@ -226,13 +226,13 @@ class MockServer:
             raise
         return NO_LEG
 
-    def _extras(self, ask: Ask, choice: Choice) -> dialect.Extras:
+    def _extras(self, ask: Ask, choice: Choice) -> openai_format.Extras:
         """Return what a prefill leg's response adds for the other leg."""
         if self.half is None or not isinstance(ask.leg, Give):
-            return dialect.NO_EXTRAS
+            return openai_format.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.half.dialect, self.half.here
         inside = speaks.told_in_choice(ask, offered, choice.tokens, here)
-        return dialect.Extras(speaks.told(ask, ask.leg, offered, here), inside)
+        return openai_format.Extras(speaks.told(ask, ask.leg, offered, here), inside)
 
     async def _stream(
         self,
@@ -256,9 +256,9 @@ class MockServer:
         if transport.is_closing():
             raise asyncio.CancelledError
         if error is None:
-            transport.write(dialect.closing(ask, choices, created, self._cached(ask, choices)))
+            transport.write(openai_format.closing(ask, choices, created, self._cached(ask, choices)))
         else:
-            transport.write(dialect.failing(error_body(error, self._engine, streaming=True)))
+            transport.write(openai_format.failing(error_body(error, self._engine, streaming=True)))
         await response.write_eof()
         return response
 
@@ -271,7 +271,7 @@ class MockServer:
         transport: asyncio.Transport,
         fault: Fault | None,
     ) -> StreamSink:
-        chunks = dialect.Chunks(ask, choice, created)
+        chunks = openai_format.Chunks(ask, choice, created)
         details = self.group.spec.cached_details
         if fault is not None and fault.kind in STREAM_FAULTS:
             return FaultySink(answer, chunks, choice.job, transport, details, fault)
@@ -279,7 +279,7 @@ class MockServer:
 
     def _cached(self, ask: Ask, choices: list[Choice]) -> int | None:
         """Return the cached prompt tokens for usage; None if the engine does not report them."""
-        return dialect.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
+        return openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
 
     async def models(self, _: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -300,7 +300,7 @@ class MockServer:
         """POST /tokenize, chat or prompt form."""
         prompt = prompt_of(await request.read())
         return web.Response(
-            body=dialect.tokenized(prompt, self.group.spec.context), content_type=JSON
+            body=openai_format.tokenized(prompt, self.group.spec.context), content_type=JSON
         )
 
     async def health(self, _: web.Request) -> web.Response:

@@ -1,1 +1,3 @@
-"""Offline: generate load, read traces, replay them on virtual time, try a changed configuration on them."""
+"""Offline tools: generate load, read traces, replay them on virtual time, and test a changed
+configuration on them.
+"""

@@ -1,5 +1,5 @@
-"""Pure decisions and their vocabulary: who may enter, who serves, how long to wait.
+"""Pure decisions: which requests enter, which endpoint serves them, how long they wait.
 
 Nothing here reads a clock, a socket, a random source or a global: `now` and `rng` are arguments.
-That is why the same code runs in the live gateway, in tests and on a virtual clock.
+The same code therefore runs in the live gateway, in tests and on a virtual clock.
 """

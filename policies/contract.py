@@ -1,6 +1,6 @@
-"""The three seams of a policy: filters keep, scorers rate, a picker chooses.
+"""The three function types a policy consists of: filters, scorers and a picker.
 
-A new rule is a new function among its sisters (filters.py, scorers.py, pickers.py) and a line in presets.py.
+A new rule is a function in filters.py, scorers.py or pickers.py and a line in presets.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 from policies.model import Ask, Candidate
 
 Filter = Callable[[Ask, Sequence[Candidate]], Sequence[Candidate]]
-"""Keeps some of the candidates, in order. May return its argument unchanged; never mutates it."""
+"""Return some of the candidates in their order. May return its argument; never mutates it."""
 
 
 class RetryFilter:
-    """A filter for retries: it keeps all candidates while no endpoint was tried, and is not asked then."""
+    """A filter for retries only: on a first attempt it keeps all candidates."""
 
     __slots__ = ("__name__", "_keep")
 
@@ -24,25 +24,31 @@ class RetryFilter:
         self._keep = keep
         self.__name__ = str(getattr(keep, "__name__", type(keep).__name__))
 
-    def __call__(self, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        return self._keep(ask, candidates) if ask.tried else candidates
+    def __call__(self, query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return self._keep(query, candidates) if query.tried else candidates
 
 
 Scorer = Callable[[Ask, Sequence[Candidate]], list[float]]
-"""Rates every candidate, aligned with the argument; higher is better. A list, not a dict: this is a hot path."""
+"""Rate every candidate, in the order of the argument; higher is better.
+
+Returns a list because this is a hot path.
+"""
 
 Picker = Callable[[Ask, Sequence[Candidate], Sequence[float]], int]
-"""Chooses an index into the candidates. Only pickers may use `ask.rng`."""
+"""Return the index of the chosen candidate. Only pickers may use `query.rng`."""
 
 
 Terms = Callable[[Ask, Sequence[Candidate]], Sequence[Mapping[str, float]]]
-"""The parts of what each candidate would cost, by name, aligned. For explaining a pick, so it need not be fast."""
+"""Return the named parts of each candidate's cost, in order.
+
+Used to explain a pick, so it may be slow.
+"""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What of a request an endpoint would do: 1 or 0 each.
+    """Which phases of a request an endpoint would serve: 1.0 or 0.0 each.
 
-    transfer_s  seconds from the end of its prefill until the KV is where it will be decoded
+    transfer_s  seconds from the end of its prefill until the KV has arrived at the decode endpoint
     """
 
     prefills: float = 1.0
@@ -53,39 +59,49 @@ class Part(msgspec.Struct, frozen=True):
 WHOLE, DECODE = Part(), Part(prefills=0.0)
 
 PartPrices = Callable[[Ask, Sequence[Candidate], Part], list[float]]
-"""What doing a part of the request would cost at each candidate, aligned; lower is better. Parts' prices add up."""
+"""Return the cost of serving these phases at each candidate, in order; lower is better.
+
+Costs of phases add up.
+"""
 
 
 class Weighted(msgspec.Struct, frozen=True):
-    """A scorer and what one unit of its score is worth."""
+    """A scorer and the weight of its score."""
 
     scorer: Scorer
     weight: float = 1.0
 
 
 def together(scorers: tuple[Weighted, ...]) -> Scorer:
-    """The weighted sum of what they say. One alone that counts in full is asked itself."""
+    """Return the weighted sum of the scorers; a single scorer of weight 1 is returned as is."""
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         total = [0.0] * len(candidates)
-        for part in scorers:
-            said = part.scorer(ask, candidates)
-            total = [sum_ + score * part.weight for sum_, score in zip(total, said, strict=True)]
+        for weighted in scorers:
+            scores = weighted.scorer(query, candidates)
+            total = [
+                subtotal + score * weighted.weight
+                for subtotal, score in zip(total, scores, strict=True)
+            ]
         return total
 
     return score
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Filters, then weighted scorers, then a picker. `reads_prefix` asks the line to fingerprint prompts for it.
+    """Filters, then weighted scorers, then a picker.
 
-    `first_filters` are those of a first attempt, and `score` is what all scorers say together; both follow from the
-    other fields, whatever is given.
-    `reads_beliefs` says that it looks at belief, timeline or outlook of an EndpointLoad: elsewhere these rest.
-    `terms` names the parts of each candidate's score, for a policy that reads beliefs and can say more than a number.
-    `parts` prices halves of a request, for a policy that can also decide whether to split it (split.py).
+    reads_prefix    the gateway must fingerprint prompts for it
+    reads_forecast  it reads the learned speed, the engine model or the forecast of an EndpointLoad;
+                    if no policy does, these are not updated
+    price_terms     names the parts of each candidate's score, for explanations
+    phase_prices    prices single phases of a request, so that the policy can also decide about
+                    splitting (policies/pricing/split.py)
+
+    `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other
+    fields.
     """
 
     name: str
@@ -100,6 +116,6 @@ class Policy(msgspec.Struct, frozen=True):
     first_filters: tuple[Filter, ...] = ()
 
     def __post_init__(self) -> None:
-        first = tuple(keep for keep in self.filters if not isinstance(keep, RetryFilter))
+        first = tuple(filter_ for filter_ in self.filters if not isinstance(filter_, RetryFilter))
         msgspec.structs.force_setattr(self, "first_filters", first)
         msgspec.structs.force_setattr(self, "score", together(self.scorers))

@@ -1,7 +1,7 @@
-"""Filters: who may be asked at all. Each keeps candidates in order; run.py applies them one after another.
+"""Filters: which candidates may serve a request at all. Each keeps some candidates, in order.
 
-All are strict: when one leaves nobody, nobody is picked, and run.py can say which one it was. What then (wait, shed,
-give up) is the caller's business.
+Filters are strict. If one keeps none, there is no pick, and the caller decides whether to wait,
+refuse or give up.
 """
 
 from __future__ import annotations
@@ -12,57 +12,81 @@ from policies.contract import Filter, RetryFilter
 from policies.model import Ask, Candidate
 
 
-def available(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Neither ejected by health nor draining."""
+def available(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints that are neither ejected nor draining."""
     return [candidate for candidate in candidates if candidate.load.available]
 
 
 @RetryFilter
-def untried(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Has not failed this request yet: a retry goes elsewhere or nowhere."""
-    return [candidate for candidate in candidates if candidate.endpoint.name not in ask.tried]
+def untried(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints on which this request has not failed yet."""
+    return [candidate for candidate in candidates if candidate.endpoint.name not in query.tried]
 
 
-def below_cap(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Has room under its own concurrency cap; one that warms up may use all of it only if nobody else has any. Who was
-    admitted goes over a cap rather than nowhere: a retry, and one whose place another gateway of the fleet took in the
-    same moment."""
-    below = [
+def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints below their cap, if possible below their soft cap (slow start).
+
+    If all are at their cap, a retry or a request whose place another gateway has just taken may
+    exceed the cap: it has been admitted already.
+    """
+    with_room = [
         candidate
         for candidate in candidates
-        if (load := candidate.load).in_flight < candidate.endpoint.max_concurrency and load.in_flight < load.ceiling
+        if (load := candidate.load).in_flight < candidate.endpoint.max_concurrency
+        and load.in_flight < load.ceiling
     ]
-    if below:
-        return below
-    below = [candidate for candidate in candidates if candidate.load.in_flight < candidate.endpoint.max_concurrency]
-    if below or not (ask.tried or any(candidate.load.others.shares for candidate in candidates)):
-        return below
+    if with_room:
+        return with_room
+    with_room = [
+        candidate
+        for candidate in candidates
+        if candidate.load.in_flight < candidate.endpoint.max_concurrency
+    ]
+    if with_room or not (
+        query.tried or any(candidate.load.others.shares for candidate in candidates)
+    ):
+        return with_room
     return candidates
 
 
-def fits_context(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Takes prompts and answers so long: a pool may have endpoints for short contexts and others for long ones."""
-    needed = ask.request.prompt_tokens + ask.request.output_tokens
-    return [each for each in candidates if (most := each.endpoint.context_tokens) is None or most >= needed]
+def fits_context(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints whose context limit holds a prompt and its expected answer.
+
+    Each prompt of a list and each of several answers needs a context of its own. The prompts of a
+    list are assumed to be equally long.
+    """
+    request = query.request
+    needed = request.prompt_tokens // request.prompts + request.output_tokens // request.choices
+    return [
+        candidate
+        for candidate in candidates
+        if (limit := candidate.endpoint.context_tokens) is None or limit >= needed
+    ]
 
 
-def serves_tenant(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Serves the request's tenant: an endpoint may be reserved for some tenants."""
-    tenant = ask.request.tenant
-    return [each for each in candidates if not (only := each.endpoint.tenants) or tenant in only]
+def serves_tenant(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints that are not reserved for other tenants."""
+    tenant = query.request.tenant
+    return [
+        candidate
+        for candidate in candidates
+        if not (tenants := candidate.endpoint.tenants) or tenant in tenants
+    ]
 
 
 @RetryFilter
-def prefer_proven(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep, for a retry, the endpoints with a success since their last failure; all if none has."""
+def prefer_proven(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep endpoints with a success since their last failure, for a retry; all if there is none."""
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 
 def telling(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Those of the filters that may have something to say of these candidates, whatever is asked."""
-    idle = set()
-    if all(each.endpoint.context_tokens is None for each in candidates):
-        idle.add(fits_context)
-    if not any(each.endpoint.tenants for each in candidates):
-        idle.add(serves_tenant)
-    return tuple(keep for keep in filters if keep not in idle) if idle else filters
+    """Return the filters that can reject any of these candidates, whatever the request."""
+    no_effect = set()
+    if all(candidate.endpoint.context_tokens is None for candidate in candidates):
+        no_effect.add(fits_context)
+    if not any(candidate.endpoint.tenants for candidate in candidates):
+        no_effect.add(serves_tenant)
+    return (
+        tuple(filter_ for filter_ in filters if filter_ not in no_effect) if no_effect else filters
+    )

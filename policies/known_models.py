@@ -1,7 +1,7 @@
-"""Attention heads of well-known models by name: enough to say which TP sizes an engine refuses.
+"""Attention heads of well-known models by name, to determine which TP sizes an engine accepts.
 
-Not here: sizes in bytes, speeds, or models that are described by a file of their own.
-Source: `num_attention_heads` and `num_key_value_heads` in each model's published config.json.
+Source: `num_attention_heads` and `num_key_value_heads` in each model's published config.json. Sizes
+and speeds are in policies/engine/step_time.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class AttentionShape(msgspec.Struct, frozen=True):
-    """Query heads and key-value heads of one attention layer. `kv_heads` is None for MLA."""
+    """Query heads and key-value heads of an attention layer. `kv_heads` is None for MLA."""
 
     heads: int
     kv_heads: int | None
@@ -47,14 +47,15 @@ _SHAPES: Sequence[tuple[str, AttentionShape]] = (
     (r"deepseek-(v3|r1)", AttentionShape(128, None)),
 )
 _PATTERNS = tuple(
-    (re.compile(rf"(?:^|[^a-z0-9.])(?:meta-)?{pattern}(?![a-z0-9.])"), shape) for pattern, shape in _SHAPES
+    (re.compile(rf"(?:^|[^a-z0-9.])(?:meta-)?{pattern}(?![a-z0-9.])"), shape)
+    for pattern, shape in _SHAPES
 )
 
 
 def attention_shape(model: str) -> AttentionShape | None:
-    """The attention shape of a model by its served name or repository name; None if it is not known.
+    """Return the attention shape of a model by its served or repository name; None if unknown.
 
-    A distilled model has another shape than the model in its name, so such names are not known.
+    Distilled models are unknown: their shape differs from that of the model in their name.
     """
     name = model.lower()
     if "distill" in name:
@@ -63,9 +64,9 @@ def attention_shape(model: str) -> AttentionShape | None:
 
 
 def tp_problem(shape: AttentionShape, tp: int) -> str | None:
-    """Why an engine with this TP size does not start; None if it does.
+    """Return why an engine with this TP size does not start; None if it does.
 
-    vLLM's rules: TP divides the query heads; KV heads are divided evenly or replicated evenly.
+    vLLM's rules: TP divides the query heads, and KV heads are divided evenly or replicated evenly.
     """
     if shape.heads % tp:
         return f"{shape.heads} attention heads cannot be divided by tp {tp}"

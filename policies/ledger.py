@@ -1,34 +1,49 @@
-"""What is booked at an endpoint: the only code that changes the booked numbers of EndpointLoad.
+"""Bookings at an endpoint: the only code that changes the booked numbers of EndpointLoad.
 
-Lives here: taking a place, and giving back exactly what was taken whatever the order of events. Where somebody reads
-beliefs (`believe`), each event also moves the endpoint's timeline, and through it its belief and outlook; elsewhere
-only counters move. Not here: health, the prefix index, sockets (gateway/).
+Takes a place, and gives back exactly what was taken in whatever order events arrive. Where a policy
+reads the forecast, each event also moves the endpoint's timeline, and with it the learned speed and
+the forecast. Health, the prefix index and sockets are the gateway's.
 """
 
 from __future__ import annotations
 
-from policies import foresight, outlook
-from policies.model import EndpointLoad, Request
-from policies.paper import Prompt
-from policies.timeline import STALE_S, Timeline
+from policies.engine import load_forecast
+from policies.engine.engine_timeline import STALE_S, Timeline
+from policies.engine.peer_load import FIELDS, NOTHING, Share
+from policies.engine.queued_prompt import Prompt
+from policies.latency import ttft_simulation
+from policies.load import EndpointLoad
+from policies.model import Request
 
 
 class Entry(Prompt):
-    """A place taken at an endpoint: `book` for a whole request, `reserve` for what another endpoint prefills.
+    """A place taken at an endpoint, by `book` or (if prefilled elsewhere) `reserve`.
 
-    Every method may be called at any time, in any order, also twice; after the end none has an effect.
+    Every method may be called at any time, in any order and repeatedly; after the end none has an
+    effect.
 
-    `told` False: nobody will know when its first token came (an answer that comes whole), so it is believed to come
-    when the timeline says so, and teaches nothing. `handed`: another endpoint computes its prompt.
+    sees_first_token False: the first token is not observable (the answer comes whole), so it is
+    assumed to come when the timeline predicts it, and teaches nothing. is_handoff: another endpoint
+    computes the prompt.
 
-    cached_tokens      how much of the prompt was believed to be held there
-    predicted_ttft_s   seconds from booking to the first token, as expected then; None in a reservation
-    predicted_tpot_s   seconds per output token after it, as expected then
-    Both are None where nobody reads beliefs.
+    cached_tokens      prompt tokens that were believed to be cached there
+    predicted_ttft_s   expected seconds from booking to the first token; None in a reservation
+    predicted_tpot_s   expected seconds per output token after it
+
+    Both predictions are None where no policy reads the forecast.
     """
 
     __slots__ = (
-        *("_booked_at", "_context", "_first_s", "_load", "_open", "_request", "_token_s", "_uncached"),
+        *(
+            "_booked_at",
+            "_context",
+            "_first_s",
+            "_load",
+            "_open",
+            "_request",
+            "_token_s",
+            "_uncached",
+        ),
         "cached_tokens",
     )
 
@@ -71,7 +86,7 @@ class Entry(Prompt):
         return None if self._booked_at is None else self._token_s
 
     def join(self, now: float) -> None:
-        """The endpoint's timeline begins anew, with it as far as it has come."""
+        """Add it to its endpoint's restarted timeline, at its present progress."""
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
@@ -82,7 +97,7 @@ class Entry(Prompt):
         self.prompt_tokens = prompt = request.prompt_tokens
         self.sequences = request.choices
         self.output_tokens = request.output_tokens / request.choices
-        # What is handed over is nobody's prefix here before it has come.
+        # KV that is handed over cannot be a shared prefix here before it has arrived.
         self.had = 0 if handed else min(self.cached_tokens, prompt)
         self.planned = self.locked = self.coming = False
         if self.decoding:
@@ -92,27 +107,27 @@ class Entry(Prompt):
         self._booked_at = now
         if handed:
             self._first_s: float | None = None
-            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
+            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
             timeline.expect(load, self)
         else:
             self._place()
-            self._first_s = first_s = foresight.ttft_s(timeline, load, self, now)
-            self._token_s = outlook.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
+            self._first_s = first_s = ttft_simulation.ttft_s(timeline, load, self, now)
+            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
     def _place(self) -> None:
-        # The last token is always computed: its logits are what the first output token is drawn from.
+        # The last token is always computed: its logits produce the first output token.
         self.left = left = self._uncached or 1
         self.at = self.prompt_tokens - left if self.prompt_tokens > left else 0
 
     def _compute(self, now: float) -> None:
-        """The prompt is on its way to be computed here."""
+        """Queue the prompt for computation at this endpoint."""
         load = self._load
         self.enters = now + load.belief.request_s
         load.timeline.arrive(load, self, now)
 
     def recompute(self, now: float) -> None:
-        """Nothing usable was handed over to a reservation: its prompt is computed here after all."""
+        """Compute a reservation's prompt here after all, because no usable KV arrived."""
         load = self._load
         if self._open and self._context and not self.decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
@@ -124,7 +139,7 @@ class Entry(Prompt):
                 self._compute(now)
 
     def handed_over(self, now: float) -> None:
-        """A reservation's KV has come, and nobody will tell of its first token: it decodes from now on."""
+        """Start decoding a reservation whose KV has arrived; no first token will be reported."""
         if self._open and self._context and not self.decoding and not self._uncached:
             load = self._load
             self.computed()
@@ -132,19 +147,20 @@ class Entry(Prompt):
                 load.timeline.handed(load, self, now)
 
     def first_token(self, now: float) -> None:
-        """The prompt is computed: its tokens are context now, not backlog."""
+        """Move the prompt's tokens from the prefill backlog to the decoding context."""
         if self.decoding or not self._open:
             return
         self.computed()
         load = self._load
         if load.believed:
             self.told = True
-            if self._booked_at is not None and self._first_s is not None:
-                load.belief.missed(self._first_s, now - self._booked_at)
             load.timeline.answered(load, self, now)
 
     def computed(self) -> None:
-        """Moves the counters alone; for the timeline, which believes it of a prompt that nobody will tell of."""
+        """Change the counters only.
+
+        The timeline calls it for a prompt whose first token will not be reported.
+        """
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
         load.decode_tokens += prompt - self._context
@@ -152,7 +168,10 @@ class Entry(Prompt):
         self._uncached, self._context, self.decoding = 0, prompt, True
 
     def finished(self, now: float, output_tokens: int | None = None) -> None:
-        """The answer is whole; `output_tokens` is how long it was, if anybody said. Gives back what is still held."""
+        """End the booking and give back what it still holds.
+
+        `output_tokens` is the length of a complete answer, if known.
+        """
         if not self._open:
             return
         load = self._load
@@ -175,32 +194,39 @@ class Entry(Prompt):
             load.timeline.leave(load, self, now, output_tokens)
 
     def dropped(self, now: float) -> None:
-        """Over without a whole answer. Gives back what is still held."""
+        """End the booking of a request without a complete answer."""
         self.finished(now)
 
 
 book = Entry
-"""Take a place for a whole request: a prompt to compute, then tokens to make. An alias: a call less per request."""
+"""Take a place for a whole request: a prompt to compute, then tokens to generate.
+
+An alias saves a call per request.
+"""
 
 
-def reserve(load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True) -> Entry:
-    """Take a decode place for a split request: KV for all of its prompt from the start, and nothing to prefill."""
+def reserve(
+    load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True
+) -> Entry:
+    """Take a decode place for a split request: KV for all of its prompt from the start, and nothing
+    to prefill.
+    """
     return Entry(load, request, cached_tokens, now, told, True)
 
 
-def believe(load: EndpointLoad, believed: bool, now: float) -> None:
-    """Whether somebody reads beliefs of this endpoint from now on.
+def believe(load: EndpointLoad, modelled: bool, now: float) -> None:
+    """Set whether any policy reads the forecast of this endpoint from now on.
 
-    The timeline begins anew with what is booked at this moment; of prompts under way it is not known how far they are.
-    What was learnt of the endpoint's speed before is still believed.
+    The timeline restarts with the present bookings; the progress of prompts in prefill is unknown
+    then. The learned speed is kept.
     """
-    if load.believed == believed:
+    if load.believed == modelled:
         return
-    load.believed = believed
+    load.believed = modelled
     load.timeline = Timeline(now)
     load.timeline.refresh(load, now)
-    if believed:
-        # Answers under way first: what is said of the others reckons with their ends.
+    if modelled:
+        # Decoding requests first: predictions for the others depend on when these end.
         for entry in sorted(load.entries, key=lambda entry: not entry.decoding):
             entry.join(now)
         load.timeline.refresh(load, now)
@@ -214,10 +240,12 @@ def scraped(
     kv_tokens: int | None,
     now: float,
 ) -> None:
-    """The engine's own view of itself, None where it did not tell: it knows of requests that others sent.
+    """Record the engine's own metrics; None where it did not report one.
 
-    A request that another gateway has not told us of yet, or that ended while this view was on its way, is no
-    stranger's and would weigh on the endpoint until the next view: whoever is there twice in a row counts.
+    They also count requests from outside the fleet.
+
+    A request that another gateway has not announced yet, or that ended while the metrics were on
+    their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
     load.strangers, load.beyond = min(beyond, load.beyond), beyond
@@ -227,3 +255,44 @@ def scraped(
         load.kv_tokens = kv_tokens
     if load.believed:
         load.timeline.scraped(load, kv_usage, now)
+
+
+def foreign(load: EndpointLoad, source: bytes, share: Share | None, now: float) -> bool:
+    """Replace what `source` has booked at the endpoint.
+
+    None or NOTHING: it has nothing booked any more.
+
+    Returns False if that changes nothing.
+    """
+    others = load.others
+    before = others.shares.get(source, NOTHING)
+    after = share or NOTHING
+    if before == after:
+        return False
+    if after == NOTHING:
+        del others.shares[source]
+    else:
+        others.shares[source] = after
+    for name in FIELDS:
+        difference = getattr(after, name) - getattr(before, name)
+        if difference:
+            setattr(others, name, getattr(others, name) + difference)
+            setattr(load, name, getattr(load, name) + difference)
+    if load.believed:
+        load.timeline.advance(load, now)
+        load.timeline.refresh(load, now)
+    return True
+
+
+def own(load: EndpointLoad) -> Share:
+    """Return what this gateway itself has booked at the endpoint."""
+    others = load.others
+    return Share(
+        load.in_flight - others.in_flight,
+        load.decoding - others.decoding,
+        load.prefill_tokens - others.prefill_tokens,
+        load.decode_tokens - others.decode_tokens,
+        load.expected_tokens - others.expected_tokens,
+        load.kv_booked - others.kv_booked,
+        load.answers - others.answers,
+    )

@@ -1,4 +1,4 @@
-"""Pickers: from scores to one candidate. The only place where a decision may be random, through `ask.rng`."""
+"""Pickers: from scores to one candidate. Only pickers may be random, through `query.rng`."""
 
 from __future__ import annotations
 
@@ -6,55 +6,68 @@ from collections.abc import Callable, Sequence
 from math import exp, inf
 
 from policies.contract import Picker
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 
 
-def best(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """The highest score, ties at random: many gateways with the same view must not all choose the first."""
+def best(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    """Choose the highest score.
+
+    Ties at random, so that gateways with equal views do not all choose the first.
+    """
     top = max(scores)
     ties = [index for index, score in enumerate(scores) if score == top]
-    return ties[0] if len(ties) == 1 else ties[int(ask.rng.random() * len(ties))]
+    return ties[0] if len(ties) == 1 else ties[int(query.rng.random() * len(ties))]
 
 
 def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """The highest score; of those that share it the least by the first cost, then by the second, then any of them."""
+    """Choose the highest score; break ties by the lowest of each cost in turn, then at random."""
 
-    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
-        left = [index for index, score in enumerate(scores) if score == top]
+        tied = [index for index, score in enumerate(scores) if score == top]
         for cost in costs:
-            if len(left) == 1:
+            if len(tied) == 1:
                 break
-            each = [cost(candidates[index].load) for index in left]
-            least = min(each)
-            left = [index for index, mine in zip(left, each, strict=True) if mine == least]
-        return left[0] if len(left) == 1 else left[int(ask.rng.random() * len(left))]
+            costs_left = [cost(candidates[index].load) for index in tied]
+            least = min(costs_left)
+            tied = [
+                index
+                for index, cost_here in zip(tied, costs_left, strict=True)
+                if cost_here == least
+            ]
+        return tied[0] if len(tied) == 1 else tied[int(query.rng.random() * len(tied))]
 
     return pick
 
 
-def better_of_two(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """The better of two different candidates drawn at random (Mitzenmacher 2001); the first of them on a tie."""
-    first = int(ask.rng.random() * len(scores))
+def better_of_two(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
+    first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
         return first
-    second = int(ask.rng.random() * (len(scores) - 1))
+    second = int(query.rng.random() * (len(scores) - 1))
     second += second >= first
     return second if scores[second] > scores[first] else first
 
 
 def softmax(temperature: float) -> Picker:
-    """A draw in which a score counts exp(score / temperature), scores scaled to a range of one; at 0 the best."""
+    """Draw a candidate with probability proportional to exp(score / temperature).
+
+    0 chooses the best.
+
+    Scores are scaled to a range of 1 first. Raises ValueError for a negative temperature.
+    """
     if temperature < 0:
         raise ValueError(f"a temperature is 0 or more, not {temperature}")
     if temperature == 0:
         return best
 
-    def pick(ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
         span = (top - min(scores)) * temperature or 1.0
         weights = [exp((score - top) / span) for score in scores]
-        drawn = ask.rng.random() * sum(weights)
+        drawn = query.rng.random() * sum(weights)
         for index, weight in enumerate(weights):
             drawn -= weight
             if drawn < 0:
@@ -65,11 +78,12 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """Everybody in turn: among the best scores, the candidate whose last turn is longest ago.
+    """Round robin: of the candidates with the best score, choose the one whose last turn is longest
+    ago.
 
-    Unlike a counter modulo the number of candidates it stays exact when candidates come and go between requests.
-    The one picker with a memory, owned by the policy value it was built for; a slot without a turn yet comes before
-    all that had one, in random order, so that gateways started together do not walk in step.
+    Unlike a counter modulo the number of candidates this stays fair when candidates come and go. It
+    is the only picker with state and belongs to the policy it was built for. Slots without a turn
+    come first, in random order, so that gateways started together do not move in step.
     """
 
     __slots__ = ("_last_turn", "_turn")
@@ -78,21 +92,23 @@ class Rotation:
         self._turn = 0.0
         self._last_turn: dict[int, float] = {}
 
-    def __call__(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def __call__(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         last, top = self._last_turn, scores[0]
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]
         except KeyError:
-            self._welcome(ask, candidates)
-            return self(ask, candidates, scores)
+            self._add_new_slots(query, candidates)
+            return self(query, candidates, scores)
         if scores.count(top) != len(scores):
             top = max(scores)
-            turns = [turn if score == top else inf for turn, score in zip(turns, scores, strict=True)]
+            turns = [
+                turn if score == top else inf for turn, score in zip(turns, scores, strict=True)
+            ]
         chosen = turns.index(min(turns))
         self._turn += 1.0
         last[candidates[chosen].load.slot] = self._turn
         return chosen
 
-    def _welcome(self, ask: Ask, candidates: Sequence[Candidate]) -> None:
+    def _add_new_slots(self, query: Ask, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
-            self._last_turn.setdefault(candidate.load.slot, -ask.rng.random())
+            self._last_turn.setdefault(candidate.load.slot, -query.rng.random())

@@ -1,6 +1,6 @@
-"""The three policies that come with the house, each one value: the examples to read before writing another.
+"""Three built-in policies, each a parameter struct that builds a Policy.
 
-Parameters are frozen structs with defaults; registry.py finds them by name for the configuration.
+registry.py finds them by name for the configuration.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.bounds import Amount
 from policies.contract import Filter, Policy, Scorer, Weighted
+from policies.param_types import Amount
 
 ORDINARY: tuple[Filter, ...] = (
     filters.available,
@@ -22,14 +22,14 @@ ORDINARY: tuple[Filter, ...] = (
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of a policy, all with defaults, and how to build it. Every build is a policy value of its own."""
+    """Parameters of a policy, all with defaults. Each `build()` returns an independent policy."""
 
     def build(self) -> Policy:
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
 class RoundRobin(Preset, frozen=True):
-    """Everybody in turn. No parameters."""
+    """Choose endpoints in turn. No parameters."""
 
     def build(self) -> Policy:
         return Policy(
@@ -41,11 +41,11 @@ class RoundRobin(Preset, frozen=True):
 
 
 class LeastLoaded(Preset, frozen=True):
-    """Least outstanding work: booked tokens and requests first, scraped load second.
+    """Choose the endpoint with the least outstanding work: bookings first, then scraped load.
 
-    output_weight   prompt tokens that one output token still to come counts for
-    request_tokens  tokens that a request counts for besides its own
-    fresh_s         how old a scrape may be to be believed, seconds
+    output_weight   prompt tokens that one expected output token counts for
+    request_tokens  tokens that a request counts for in addition to its own
+    fresh_s         maximum age of a scrape in seconds
     """
 
     output_weight: Amount = 1.0
@@ -56,18 +56,24 @@ class LeastLoaded(Preset, frozen=True):
         return Policy(
             name="least_loaded",
             filters=ORDINARY,
-            scorers=(Weighted(scorers.outstanding(self.output_weight, self.request_tokens, self.fresh_s)),),
+            scorers=(
+                Weighted(
+                    scorers.outstanding(self.output_weight, self.request_tokens, self.fresh_s)
+                ),
+            ),
             picker=pickers.best,
         )
 
 
 class PrefixAware(Preset, frozen=True):
-    """Least prefill work ahead of the first token, cached prefixes counted as done, and little of it done twice.
+    """Choose the least prefill work before the first token, counting cached prefixes as done and
+    redundant work as harm.
 
-    harm_weight      how much a wasted prefill is minded, per request in flight that it slows
-    patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt tokens
-    decode_weight    prompt tokens that one token of context or output in generation counts for
-    fresh_s          how old a scrape may be to be believed, seconds
+    harm_weight      weight of a redundant prefill, per request in flight that it slows down
+    patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt
+                     tokens
+    decode_weight    prompt tokens that one token of context or output in decoding counts for
+    fresh_s          maximum age of a scrape in seconds
     """
 
     harm_weight: Amount = 2.0
@@ -85,15 +91,19 @@ class PrefixAware(Preset, frozen=True):
         )
 
     def _scorer(self) -> Scorer:
-        return scorers.uncached_work(self.harm_weight, self.patience_tokens, self.decode_weight, self.fresh_s)
+        return scorers.uncached_work(
+            self.harm_weight, self.patience_tokens, self.decode_weight, self.fresh_s
+        )
 
 
 class DecodeLoad(Preset, frozen=True):
-    """Who decodes a split request: least work in generation, and little to transfer. Not for configurations.
+    """Choose the decode endpoint of a split request: least decode work and little KV to transfer.
 
-    request_tokens   tokens that a request counts for besides its own
-    transfer_weight  tokens in generation that one token of KV to be transferred counts for
-    fresh_s          how old a scrape may be to be believed, seconds
+    Not configurable by name.
+
+    request_tokens   tokens that a request counts for in addition to its own
+    transfer_weight  decode tokens that one token of KV to be transferred counts for
+    fresh_s          maximum age of a scrape in seconds
     """
 
     request_tokens: Amount = 64.0
@@ -104,6 +114,10 @@ class DecodeLoad(Preset, frozen=True):
         return Policy(
             name="decode_load",
             filters=ORDINARY,
-            scorers=(Weighted(scorers.decode_load(self.request_tokens, self.transfer_weight, self.fresh_s)),),
+            scorers=(
+                Weighted(
+                    scorers.decode_load(self.request_tokens, self.transfer_weight, self.fresh_s)
+                ),
+            ),
             picker=pickers.best,
         )

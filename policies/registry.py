@@ -1,6 +1,6 @@
-"""Policies by name: what a configuration may say, and the typed parameters that go with it.
+"""Policies by name, with their typed parameters.
 
-A new policy is a struct with `build()` in presets.py (or a module of its own) and one line here.
+A new policy is a struct with `build()` in presets.py (or its own module) and one line here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
-from policies.price import Priced
+from policies.pricing.price import Priced
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv
 from policies.published.llmd_blend import LlmdBlend
@@ -31,14 +31,17 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PolicyConfigError(ValueError):
-    """A policy's name or parameters are wrong. `param` names the parameter, None if the name itself is unknown."""
+    """A policy's name or parameters are invalid.
+
+    `param` is the parameter; None if the name itself is unknown.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
-_KNOWN: Mapping[str, type[Preset]] = MappingProxyType(
+_POLICIES: Mapping[str, type[Preset]] = MappingProxyType(
     {
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,
@@ -60,40 +63,48 @@ _KNOWN: Mapping[str, type[Preset]] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Every policy name that a configuration may use."""
-    return tuple(_KNOWN)
+    """Return every policy name a configuration may use."""
+    return tuple(_POLICIES)
 
 
 def params_type(name: str) -> type[Preset]:
-    """The msgspec.Struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
-    if name not in _KNOWN:
-        raise PolicyConfigError(f"unknown policy {name!r}{near(name, names())}; known: {', '.join(names())}")
-    return _KNOWN[name]
+    """Return the struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
+    if name not in _POLICIES:
+        raise PolicyConfigError(
+            f"unknown policy {name!r}{near(name, names())}; known: {', '.join(names())}"
+        )
+    return _POLICIES[name]
 
 
 def build(name: str, params: Mapping[str, object]) -> Policy:
-    """A new policy value from plain parameters. Raises PolicyConfigError naming what is wrong and what was near."""
+    """Build a policy from plain parameters.
+
+    Raises PolicyConfigError that names the problem and a close match.
+    """
     return checked(name, params_type(name), params).build()
 
 
 def checked(name: str, kind: type[T], params: Mapping[str, object]) -> T:
-    """`kind` from plain parameters, for whatever is built by name. Raises PolicyConfigError."""
+    """Convert plain parameters to `kind`. Raises PolicyConfigError."""
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
         if param not in fields:
-            known = f"it takes {', '.join(fields)}" if fields else "it takes none"
-            raise PolicyConfigError(f"{name} has no parameter {param!r}{near(param, tuple(fields))}; {known}", param)
+            hint = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            raise PolicyConfigError(
+                f"{name} has no parameter {param!r}{near(param, tuple(fields))}; {hint}", param
+            )
         try:
             msgspec.convert(value, fields[param])
-        except msgspec.ValidationError as wrong:
-            raise PolicyConfigError(f"{name}.{param}: {wrong}", param) from wrong
+        except msgspec.ValidationError as error:
+            raise PolicyConfigError(f"{name}.{param}: {error}", param) from error
     try:
         return msgspec.convert(dict(params), kind)
-    except msgspec.ValidationError as wrong:  # a rule of the struct's own, over several of them
-        raise PolicyConfigError(f"{name}: {wrong}") from wrong
+    # a check of the struct itself, over several parameters
+    except msgspec.ValidationError as error:
+        raise PolicyConfigError(f"{name}: {error}") from error
 
 
 def near(given: str, known: tuple[str, ...]) -> str:
-    """A hint at what may have been meant, as the tail of an error message; empty when nothing is close."""
+    """Return a "did you mean" suffix for an error message; empty if no known name is close."""
     close = get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,8 +1,9 @@
-"""The one loop of routing: filters keep, scorers rate, the picker chooses.
+"""The routing loop: filters keep, scorers rate, the picker chooses.
 
-    pick(policy, ask, candidates)
+    pick(policy, query, candidates)
 
-Not here: any rule. A new one is a function in filters.py, scorers.py or pickers.py and a line in presets.py.
+There are no rules here. A new rule is a function in filters.py, scorers.py or pickers.py and a line
+in presets.py.
 """
 
 from __future__ import annotations
@@ -13,25 +14,33 @@ from policies.contract import Policy
 from policies.model import Ask, Candidate, Pick
 
 
-def pick(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> Pick | None:
-    """Who serves this request now; None if the filters leave nobody (see `refusal` for which one did)."""
-    kept = candidates
-    for keep in policy.filters if ask.tried else policy.first_filters:
-        kept = keep(ask, kept)
-    if not kept:
+def pick(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+    """Choose the endpoint for a request.
+
+    None if the filters keep none (`rejecting_filter` names the filter).
+    """
+    remaining = candidates
+    for filter_ in policy.filters if query.tried else policy.first_filters:
+        remaining = filter_(query, remaining)
+    if not remaining:
         return None
-    scores = policy.score(ask, kept)
-    index = policy.picker(ask, kept, scores)
-    chosen, cached = kept[index], ask.cached
-    slot = chosen.load.slot
+    scores = policy.score(query, remaining)
+    index = policy.picker(query, remaining, scores)
+    candidate, cached = remaining[index], query.cached
+    slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
-    return Pick(chosen, cached_tokens, scores[index], len(kept), policy.name, scores, kept)
+    return Pick(
+        candidate, cached_tokens, scores[index], len(remaining), policy.name, scores, remaining
+    )
 
 
 def repicked(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
-    """The same decision for another of the candidates that were considered."""
+    """Return the same decision for another one of its candidates."""
     slot = candidate.load.slot
-    score = next((score for each, score in zip(pick.kept, pick.scores, strict=False) if each is candidate), pick.score)
+    score = next(
+        (score for other, score in zip(pick.kept, pick.scores, strict=False) if other is candidate),
+        pick.score,
+    )
     return Pick(
         candidate,
         cached[slot] if slot < len(cached) else 0,
@@ -43,13 +52,18 @@ def repicked(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     )
 
 
-def refusal(policy: Policy, ask: Ask, candidates: Sequence[Candidate]) -> str:
-    """The name of the filter that left nobody: why `pick` returned None. "no_candidates" if there was nobody at all."""
-    kept = candidates
-    if not kept:
+def refusal(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> str:
+    """Return the name of the filter that removed the last candidate.
+
+    "no_candidates" if there were none at all.
+
+    Raises ValueError if the filters do keep a candidate.
+    """
+    remaining = candidates
+    if not remaining:
         return "no_candidates"
-    for keep in policy.filters:
-        kept = keep(ask, kept)
-        if not kept:
-            return getattr(keep, "__name__", type(keep).__name__)
-    raise ValueError(f"policy {policy.name} refuses nobody here")
+    for filter_ in policy.filters:
+        remaining = filter_(query, remaining)
+        if not remaining:
+            return getattr(filter_, "__name__", type(filter_).__name__)
+    raise ValueError(f"policy {policy.name} keeps a candidate here")

@@ -1,7 +1,7 @@
-"""What policies have learned, as plain values: for a process that goes on where another one stops.
+"""Learned state of policies as plain values, for a process that replaces another.
 
-Lives here: the values and how they are taken from and put back into live objects. Not here: which objects there are
-(gateway/restart/learned_state.py). Slots differ between processes, so whatever holds slots is restored through a map.
+Contains the values and their conversion from and to live objects. Which objects there are is in the
+gateway. Slots differ between processes, so per-slot state is restored through a map.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from policies.kalman import MOST_CORRECTION
-from policies.latency import Shape
-from policies.prefix_index import MAX_SLOTS, _beyond, _stamps
-from policies.quota import Limits
-from policies.sessions import Session
+from policies.admission.quota import Limits
+from policies.admission.sessions import Session
+from policies.engine.kalman import MOST_CORRECTION
+from policies.engine.step_time import Shape
+from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
 
 if TYPE_CHECKING:
-    from policies.dual import PricedAdmission
-    from policies.kalman import Kalman
-    from policies.latency import Belief
-    from policies.lengths import OutputLengths
-    from policies.prefix_index import PrefixIndex
-    from policies.quota import Quota
+    from policies.admission.priced import PricedAdmission
+    from policies.admission.quota import Quota
+    from policies.engine.kalman import Kalman
+    from policies.engine.output_length import OutputLengths
+    from policies.engine.step_time import Belief
+    from policies.prefix.prefix_index import PrefixIndex
 
 BLOCKS = 512
-"""Blocks of an index in one value: about half a millisecond of work."""
+"""Number of index blocks in one value: about half a millisecond of work."""
 _SLOT = MAX_SLOTS - 1
 _STAMP_BYTES = 8
 
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """Some blocks of a prefix index, oldest first: keys (u64), how many stamps each has (u16), and all stamps (u64)."""
+    """Some blocks of a prefix index, oldest first: keys (u64), number of stamps of each (u16), all
+    stamps (u64).
+    """
 
     keys: bytes
     counts: bytes
@@ -43,7 +45,7 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """What a prefix index knows of one slot beside its blocks (prefix_index._Holder)."""
+    """State of one slot of a prefix index (prefix_index._Holder), without its blocks."""
 
     slot: int
     stamp: int
@@ -64,7 +66,7 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
-    """How fast an endpoint is, relative to the prior `shape`."""
+    """How fast an endpoint is relative to the prior `shape`."""
 
     shape: Shape
     prompts: KalmanState
@@ -74,7 +76,6 @@ class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     reached: float
     mix: list[float]
     context: float
-    error: float
 
 
 class SessionState(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +85,7 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """Means of a priced admission, and the sessions that it counts as active, oldest first."""
+    """Running means of a priced admission and its active sessions, least recently used first."""
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
     phi: float
@@ -110,81 +111,96 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
-    """All blocks. The index may change between two values: what is learned meanwhile may be missing."""
+    """Yield all blocks.
+
+    The index may change between two values; what it learns meanwhile may be missing.
+    """
     for shard in tuple(index._shards):
         rows = iter(tuple(shard.items()))
         while part := tuple(islice(rows, BLOCKS)):
             counts, stamps = array("H"), array("Q")
             for _, holders in part:
-                found = _stamps(holders)
-                counts.append(len(found))
-                stamps.extend(found)
-            yield Blocks(array("Q", (key for key, _ in part)).tobytes(), counts.tobytes(), stamps.tobytes())
+                block_stamps = _stamps(holders)
+                counts.append(len(block_stamps))
+                stamps.extend(block_stamps)
+            yield Blocks(
+                array("Q", (key for key, _ in part)).tobytes(), counts.tobytes(), stamps.tobytes()
+            )
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """To be taken after all blocks, so that no block has a stamp that is unknown here."""
+    """Return the state of all slots.
+
+    Call it after all blocks, so that every stamp of a block is known.
+    """
     return [
         HolderState(
             slot,
-            one.stamp,
+            holder.stamp,
             index._oldest_alive[slot],
-            dict(one.tokens),
-            one.held,
-            one.trust,
-            one.evicted,
-            one.missed,
-            one.reborn,
+            dict(holder.tokens),
+            holder.held,
+            holder.trust,
+            holder.evicted,
+            holder.missed,
+            holder.reborn,
         )
-        for slot, one in enumerate(index._holders)
+        for slot, holder in enumerate(index._holders)
     ]
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add blocks; return how many. Stamps of slots that are not in `slots` are dropped. Raise ValueError."""
-    keys, counts, stamps = array("Q", blocks.keys), array("H", blocks.counts), array("Q", blocks.stamps)
+    """Add blocks and return how many.
+
+    Stamps of slots not in `slots` are dropped. Raises ValueError if they do not match.
+    """
+    keys, counts, stamps = (
+        array("Q", blocks.keys),
+        array("H", blocks.counts),
+        array("Q", blocks.stamps),
+    )
     if len(keys) != len(counts) or sum(counts) != len(stamps):
         raise ValueError("blocks, counts and stamps do not match")
     index._make_room(len(keys))
-    known: dict[bytes, int] = {}  # neighbours share one number, as they did before
+    known: dict[bytes, int] = {}  # neighbours share one int object, as in the original
     begin = added = 0
     for key, count in zip(keys, counts, strict=True):
         raw = stamps[begin : begin + count].tobytes()
         begin += count
         holders = known.get(raw)
         if holders is None:
-            holders = known[raw] = _moved(array("Q", raw), slots)
+            holders = known[raw] = _remap(array("Q", raw), slots)
         shard = index._shards[key & index._shard_mask]
         if holders and key not in shard:
             shard[key] = holders
             index._blocks += 1
-            index._further += _beyond(holders)
+            index._extra_holders += _count_extra(holders)
             added += 1
     return added
 
 
-def _moved(stamps: array[int], slots: Mapping[int, int]) -> int:
+def _remap(stamps: array[int], slots: Mapping[int, int]) -> int:
     holders = 0
     for stamp in reversed(stamps):
         slot = slots.get(stamp & _SLOT)
         if slot is not None:
-            holders = holders << 64 | _at(stamp, slot)
+            holders = holders << 64 | _with_slot(stamp, slot)
     return holders
 
 
-def _at(stamp: int, slot: int) -> int:
+def _with_slot(stamp: int, slot: int) -> int:
     return stamp & ~_SLOT | slot
 
 
 def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
-    """Its capacity stays as the endpoint itself has told it."""
+    """Restore one slot. Its capacity is kept as its endpoint reported it."""
     holder = index._holder(slot)
-    holder.stamp, holder.reborn = _at(state.stamp, slot), _at(state.reborn, slot)
-    holder.tokens = {_at(stamp, slot): tokens for stamp, tokens in state.tokens.items()}
+    holder.stamp, holder.reborn = _with_slot(state.stamp, slot), _with_slot(state.reborn, slot)
+    holder.tokens = {_with_slot(stamp, slot): tokens for stamp, tokens in state.tokens.items()}
     holder.tokens.setdefault(holder.stamp, 0.0)
     holder.held, holder.trust = state.held, state.trust
     holder.evicted, holder.missed = state.evicted, state.missed
-    index._oldest_alive[slot] = _at(state.oldest_alive, slot)
+    index._oldest_alive[slot] = _with_slot(state.oldest_alive, slot)
 
 
 # Speeds
@@ -200,22 +216,28 @@ def belief_state(belief: Belief) -> BeliefState:
         belief._reached,
         list(belief._mix),
         belief._context,
-        belief.error,
     )
 
 
 def restore_belief(belief: Belief, state: BeliefState) -> bool:
-    """False, and nothing is changed, where the prior is another one or numbers make no sense."""
-    filters = ((belief.prompts, state.prompts), (belief.decodes, state.decodes), (belief.layers, state.layers))
+    """Restore the learned speed.
+
+    Returns False, without changes, if the prior differs or numbers are invalid.
+    """
+    filters = (
+        (belief.prompts, state.prompts),
+        (belief.decodes, state.decodes),
+        (belief.layers, state.layers),
+    )
     if state.shape != belief.shape or len(state.mix) != len(belief._mix):
         return False
-    numbers = (state.request_s, state.reached, state.context, state.error, *state.mix)
+    numbers = (state.request_s, state.reached, state.context, *state.mix)
     if not all(map(isfinite, numbers)) or not all(_fits(live, saved) for live, saved in filters):
         return False
     for live, saved in filters:
         live.restore(saved.logs, saved.covar, saved.var, saved.last)
     belief.request_s, belief._reached = state.request_s, state.reached
-    belief._mix, belief._context, belief.error = list(state.mix), state.context, state.error
+    belief._mix, belief._context = list(state.mix), state.context
     belief.settle()
     return True
 
@@ -226,12 +248,12 @@ def _kalman_state(live: Kalman) -> KalmanState:
 
 def _fits(live: Kalman, state: KalmanState) -> bool:
     size = len(live._logs)
-    numbers = [*state.logs, state.var, state.last, *(each for row in state.covar for each in row)]
+    numbers = [*state.logs, state.var, state.last, *(value for row in state.covar for value in row)]
     return (
         len(state.logs) == len(state.covar) == size
         and all(len(row) == size for row in state.covar)
         and all(map(isfinite, numbers))
-        and all(abs(each) <= MOST_CORRECTION for each in state.logs)
+        and all(abs(value) <= MOST_CORRECTION for value in state.logs)
     )
 
 
@@ -240,7 +262,10 @@ def _fits(live: Kalman, state: KalmanState) -> bool:
 
 def admission_state(live: PricedAdmission) -> AdmissionState:
     sessions = live.sessions
-    rows = [SessionState(name, each.tokens, each.seen_s) for name, each in sessions._in.items()]
+    rows = [
+        SessionState(name, session.tokens, session.seen_s)
+        for name, session in sessions._active.items()
+    ]
     means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s)
     return AdmissionState(means, sessions.phi, sessions.memory_s, rows)
 
@@ -251,9 +276,9 @@ def restore_admission(live: PricedAdmission, state: AdmissionState) -> None:
     sessions.phi = min(gate.most, max(gate.least, state.phi))
     sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))
     for row in state.sessions:
-        if row.name not in sessions._in:
-            one = sessions._in[row.name] = Session(row.seen_s)
-            sessions._resize(one, max(0, row.tokens))
+        if row.name not in sessions._active:
+            session = sessions._active[row.name] = Session(row.seen_s)
+            sessions._resize(session, max(0, row.tokens))
     if state.sessions:
         live.calm = False
 
@@ -268,7 +293,7 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """False, and nothing is changed, where the limits are others now."""
+    """Restore the levels. Returns False, without changes, if the limits differ."""
     if state.limits != live.limits:
         return False
     for bucket, saved in ((live._requests, state.requests), (live._tokens, state.tokens)):
@@ -282,5 +307,5 @@ def length_states(live: OutputLengths) -> list[LengthState]:
 
 
 def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
-    for each in states[-live._most :]:
-        live._means[each.key] = each.answers, each.mean
+    for state in states[-live._most :]:
+        live._means[state.key] = state.answers, state.mean

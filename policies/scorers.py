@@ -1,6 +1,8 @@
-"""Scorers: how good each candidate would be. Scores are negative costs in tokens of work, so 0 is an idle endpoint.
+"""Scorers: how good each candidate would be.
 
-Each factory takes its parameters once and returns a plain function; the functions read, and change nothing.
+Scores are negative costs in tokens of work; an idle endpoint scores 0.
+
+Each factory takes its parameters once and returns a function without side effects.
 """
 
 from __future__ import annotations
@@ -8,32 +10,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.contract import Scorer
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 
 
 def same() -> Scorer:
-    """Everybody is as good as everybody: leaves the choice to the picker."""
+    """Score every candidate 0, so that the picker alone decides."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         return [0.0] * len(candidates)
 
     return score
 
 
 def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
-    """Least outstanding work: tokens and requests booked by this gateway, then what others sent.
+    """Prefer the least outstanding work: tokens and requests booked here, then requests from
+    outside.
 
-    cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + strangers' work
+    cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + external
+    requests' work
 
-    Our own bookings are exact and instant, a scrape is seconds old: so the scrape only tells of strangers, the
-    requests that the engine reports beyond ours. A stranger is taken to be as large as the request at hand.
+    Own bookings are exact and immediate, but a scrape is seconds old. It is therefore only used for
+    external requests: those that the engine reports beyond the bookings. Each is assumed to be as
+    large as this request.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        own_size = ask.request.prompt_tokens + output_weight * ask.request.output_tokens + request_tokens
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        own_size = (
+            query.request.prompt_tokens
+            + output_weight * query.request.output_tokens
+            + request_tokens
+        )
         return [
-            -(load.prefill_tokens + output_weight * load.expected_tokens + request_tokens * load.in_flight)
-            - own_size * strangers(load, ask.now, fresh_s)
+            -(
+                load.prefill_tokens
+                + output_weight * load.expected_tokens
+                + request_tokens * load.in_flight
+            )
+            - own_size * strangers(load, query.now, fresh_s)
             for load in (candidate.load for candidate in candidates)
         ]
 
@@ -41,10 +55,12 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
-    """Fewest requests: those in flight from here and the strangers of a fresh scrape."""
+    """Prefer the fewest requests: those in flight from here plus external requests of a recent
+    scrape.
+    """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        now = ask.now
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        now = query.now
         return [
             -float(load.in_flight + strangers(load, now, fresh_s))
             for load in (candidate.load for candidate in candidates)
@@ -53,42 +69,55 @@ def fewest_requests(fresh_s: float) -> Scorer:
     return score
 
 
-def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float) -> Scorer:
-    """Least prefill work before this request's first token, plus the harm that a wasted prefill does to the others.
+def uncached_work(
+    harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float
+) -> Scorer:
+    """Prefer the least prefill work before the first token, plus harm to other requests.
 
-    cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, and what a fresh scrape adds
+    cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, plus external
+    requests
 
     Q   booked prefill tokens at the endpoint that have not led to a first token yet
-    u   what this prompt would add: its tokens less those the endpoint is believed to hold
+    u   tokens of this prompt that the endpoint is not believed to have cached
     n   requests in flight there
-    w   waste: u less the smallest u of all candidates, work that another choice would have spared the fleet
-    D   context and expected output tokens of requests in generation there
+    w   redundant work: u minus the smallest u of all candidates
+    D   context and expected output tokens of decoding requests there
 
-    `argmin Q + u` is the rule at the heart of Llumnix (2026) and of llm-d's token-aware router, and Mooncake's least
-    TTFT (FAST'25) at a constant prefill rate: what is best for this request alone. `n * w` is what it does to the
-    others: each of the n shares its steps with the wasted prefill (LMetric, OSDI'26, multiplies new prefill by batch
-    size for the same reason), and its weight is above 1 because what it writes evicts what somebody else comes back
-    for. So an idle fleet spreads freely, and a busy one does not compute things twice; on the Mooncake conversation
-    trace this is worth 11 to 27 % more hits and up to 9 % less mean TTFT than `Q + u` alone.
+    `argmin Q + u` is the core rule of Llumnix (2026) and of llm-d's token-aware router, and
+    Mooncake's least TTFT (FAST'25) at a constant prefill rate: it is best for this request alone.
+    `n * w` is the effect on others. Each of the n requests shares its steps with the redundant
+    prefill (LMetric, OSDI'26, multiplies new prefill by batch size for the same reason). Its weight
+    is above 1 because the redundant prefill also evicts prefixes that other requests will need. An
+    idle fleet therefore spreads requests, and a busy one does not compute prefixes twice.
 
-    Patience bounds how much longer a queue in front of a cached prefix may be than the prefill of it elsewhere. One
-    hot prefix therefore spills when its queue has grown that long, and the spill leaves a second copy that is just
-    as attractive. The decode term breaks near ties. Strangers (requests an engine reports beyond ours) count as large
-    as this one; above 90 % of KV held by running requests a newcomer soon waits for one of them to end.
+    `patience_tokens` bounds how much longer the queue before a cached prefix may be than its
+    prefill elsewhere. A hot prefix spills to another endpoint when its queue has grown that long,
+    and the spill leaves an equally attractive second copy. The decode term breaks near ties.
+    External requests count as large as this one. When running requests use more than 90 % of KV, a
+    new request is likely to wait for KV, which costs up to one prompt more.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, slots = query.request.prompt_tokens, query.cached, len(query.cached)
         loads = [candidate.load for candidate in candidates]
-        held = [cached[load.slot] if load.slot < known else 0 for load in loads]
-        most, oldest = max(held), ask.now - fresh_s
+        cached_tokens = [cached[load.slot] if load.slot < slots else 0 for load in loads]
+        most_cached, oldest = max(cached_tokens), query.now - fresh_s
         scores = []
         load: EndpointLoad
-        for at, load in enumerate(loads):
-            mine = held[at]  # zip() with arguments by name is a call that is looked up and packed anew where compiled
-            cost = load.prefill_tokens + prompt - mine + decode_weight * (load.decode_tokens + load.expected_tokens)
-            if mine < most:
-                cost += min(patience_tokens, harm_weight * load.in_flight * (most - mine))
+        for index, load in enumerate(loads):
+            cached_here = cached_tokens[
+                index
+            ]  # zip(strict=True) would be a Python call in the compiled module.
+            cost = (
+                load.prefill_tokens
+                + prompt
+                - cached_here
+                + decode_weight * (load.decode_tokens + load.expected_tokens)
+            )
+            if cached_here < most_cached:
+                cost += min(
+                    patience_tokens, harm_weight * load.in_flight * (most_cached - cached_here)
+                )
             if load.scraped_at is not None and load.scraped_at >= oldest:
                 cost += prompt * (load.strangers + _pressure(load))
             scores.append(-cost)
@@ -98,9 +127,11 @@ def uncached_work(harm_weight: float, patience_tokens: float, decode_weight: flo
 
 
 def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
-    """Requests at the endpoint that this gateway did not send, by a scrape not older than `fresh_s`; else 0.
+    """Return the number of external requests at the last scrape, or 0 if that is older than
+    `fresh_s`.
 
-    Counted when the scrape came: set against in_flight of now, our own requests ended since would look like strangers.
+    The number was taken when the scrape arrived. A comparison with the present in_flight would
+    count own requests that have ended since.
     """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0
@@ -108,25 +139,31 @@ def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
 
 
 def _pressure(load: EndpointLoad) -> float:
-    """0 up to 90 % of KV in use, 1 at all of it, by the newest scrape."""
+    """Return 0 up to 90 % of KV in use at the last scrape, rising to 1 at 100 %."""
     return 0.0 if load.kv_usage is None or load.kv_usage < 0.9 else (load.kv_usage - 0.9) * 10.0
 
 
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
-    """Least work in generation: what slows every step of a newcomer's answer, and little KV to bring there.
+    """Prefer the least decode work, and little KV to transfer there.
 
-    cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight + transfer_weight * u, and
-    strangers as large as this request. u is what the endpoint does not hold of the prompt and would have to be sent.
+    cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight +
+    transfer_weight * u, plus external requests as large as this one. u is the part of the prompt
+    that the endpoint does not have cached.
     """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, known = ask.request.prompt_tokens, ask.cached, len(ask.cached)
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, known = query.request.prompt_tokens, query.cached, len(query.cached)
         scores = []
         for candidate in candidates:
             load = candidate.load
-            cost = load.decode_tokens + load.expected_tokens + load.prefill_tokens + request_tokens * load.in_flight
+            cost = (
+                load.decode_tokens
+                + load.expected_tokens
+                + load.prefill_tokens
+                + request_tokens * load.in_flight
+            )
             cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
-            scores.append(-cost - prompt * strangers(load, ask.now, fresh_s))
+            scores.append(-cost - prompt * strangers(load, query.now, fresh_s))
         return scores
 
     return score

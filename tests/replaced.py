@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from gateway.build import is_compiled
+from gateway.util.version import is_compiled
 
 
 def replace_method(patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]) -> None:

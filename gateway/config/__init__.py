@@ -1,12 +1,11 @@
 """Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
 
 file_reader.py reads files, and yaml_source.py parses their text and keeps places. values.py,
-tree.py and the section modules are the types. checks.py and the rule modules compare values.
+tree.py and the section modules are the types. gateway/config/cross_checks.py and the rule modules compare values.
 load.py puts all of it together.
 """
 
-from gateway.config.choices import AdmissionSpec, Canary, PolicySpec
-from gateway.config.isolation import salt_member
+from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
 from gateway.config.load import (
     MASK,
@@ -18,11 +17,12 @@ from gateway.config.load import (
     json_schema,
     load,
 )
-from gateway.config.models import Model, Overflow, Resume, Split
+from gateway.config.model_sections import Model, Overflow, Resume, Split
+from gateway.config.observability import Observability, OperatorLog, Traces
+from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.seen import Observability, OperatorLog, Traces
-from gateway.config.tenants import Cache, Tenant
-from gateway.config.tls import ClientTls, EngineTls, ListenerTls
+from gateway.config.tenant_sections import Cache, Tenant
+from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (
     Admin,
     AdminListener,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.source import FILE_CAP_BYTES, NotARegularFileError, invalid_file
+from gateway.config.yaml_source import FILE_CAP_BYTES, NotARegularFileError, invalid_file
 
 
 def read_file(path: Path, limit: int) -> bytes:

@@ -1,6 +1,6 @@
 """Rules for layouts: TP sizes that an engine rejects, too many GPUs, TP across slow links.
 
-They read plain data, like checks.py.
+They read plain data, like gateway/config/cross_checks.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.config.findings import Finding, get, items
 from gateway.config.problems import Path
+from gateway.config.rule_findings import Finding, get, items
 from gateway.config.tree import Hardware
 from policies.known_models import AttentionShape, attention_shape, tp_problem
 
@@ -85,8 +85,9 @@ def _served_names(spec: Any, names: list[str]) -> list[str]:
 
 def _pool_models(data: Any, pool: object) -> Iterator[str]:
     for _, model in items(get(data, "models"), ("models",)):
-        if get(model, "pool") == pool and isinstance(get(model, "name"), str):
-            yield model["name"]
+        if get(model, "pool") == pool:
+            names = (get(model, key) for key in ("served_model", "name"))
+            yield from (name for name in names if isinstance(name, str))
 
 
 def _known_shape(names: list[str]) -> AttentionShape | None:

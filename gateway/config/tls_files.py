@@ -12,11 +12,11 @@ from pathlib import Path as FilePath
 
 import msgspec
 
-from gateway import tls
 from gateway.config.problems import Path, show_path
-from gateway.config.source import Source
-from gateway.config.tls import ClientTls, ListenerTls
+from gateway.config.tls_sections import ClientTls, ListenerTls
 from gateway.config.tree import Config
+from gateway.config.yaml_source import Source
+from gateway.util import tls
 
 
 def examine(config: Config, source: Source) -> None:

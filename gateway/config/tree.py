@@ -1,7 +1,7 @@
 """The configuration as one immutable typed tree, with a description of every key.
 
 The reference page and the JSON schema are generated from it. Single values are in values.py, rules
-between sections in checks.py, the file in yaml_source.py.
+between sections in gateway/config/cross_checks.py, the file in yaml_source.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.config.choices import AdmissionChoice, Canary, PolicyChoice
-from gateway.config.discover import Kubernetes
+from gateway.config.discovery_sections import Kubernetes
 from gateway.config.limits import Limits
-from gateway.config.models import Model
-from gateway.config.seen import Observability
-from gateway.config.shared import Shared
-from gateway.config.source import number_if_substituted
-from gateway.config.tenants import Cache, Tenant
-from gateway.config.tls import EngineTls, ListenerTls
+from gateway.config.model_sections import Model
+from gateway.config.observability import Observability
+from gateway.config.peer_sections import Shared
+from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.tenant_sections import Cache, Tenant
+from gateway.config.tls_sections import EngineTls, ListenerTls
 from gateway.config.values import (
     Bootstrap,
     Cidr,
@@ -48,9 +47,10 @@ from gateway.config.values import (
     setting,
     without_scheme,
 )
-from policies import admissions
+from gateway.config.yaml_source import number_if_substituted
+from policies import admission_registry
 from policies.model import EngineKind, Role
-from policies.prefix_index import LEAST_CAP_BYTES
+from policies.prefix.prefix_index import LEAST_CAP_BYTES
 
 
 class Listener(Section):
@@ -130,7 +130,9 @@ class EndpointTraits(Section):
     )
     engine: EngineKind = setting("vllm", "The engine's API dialect: vllm, sglang or trtllm.")
     served_model: Name | None = setting(
-        None, "The engine's name of the model; by default the requested name."
+        None,
+        "The engine's name of the pool's model, as it lists it at /v1/models; by default the "
+        "model's name. In a pool with several models, set served_model of the model instead.",
     )
     layout: Layout = setting({}, "How it distributes the model over GPUs.")
     labels: Mapping[Name, Label] = setting(
@@ -243,7 +245,7 @@ class Pool(Section):
         None, "A policy on trial that serves part of the requests; none by default."
     )
     admission: AdmissionChoice = setting(
-        admissions.DEFAULT, "The admission's name, or a mapping of name and parameters."
+        admission_registry.DEFAULT, "The admission's name, or a mapping of name and parameters."
     )
     endpoints: Annotated[tuple[EndpointSpec, ...], Field(max_length=4096)] = setting(
         (), "The TP groups; may be empty if others are discovered."

@@ -21,8 +21,8 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from gateway import units
-from gateway.config.source import number_if_substituted
+from gateway.config.yaml_source import number_if_substituted
+from gateway.util import units
 
 LEAST_INTERVAL_S = 0.01
 

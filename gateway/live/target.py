@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from gateway.metrics import Metrics
+    from gateway.metrics.catalogue import Metrics
     from gateway.reload.reloader import Reloader
     from gateway.reload.swap import Swap
     from gateway.route import Gateway

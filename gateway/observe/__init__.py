@@ -1,4 +1,4 @@
-"""Seeing inside: what is asked of the gateway at a scrape, traces, and the boards and rules made from the catalogue.
+"""Observability: gauges read at a scrape, traces, and generated dashboards and rules.
 
-Lives here: everything an operator's tools are given. Not here: the catalogue itself (gateway/metrics.py).
+Not here: the catalogue of metrics that these are generated from (gateway/metrics/catalogue.py).
 """

@@ -1,5 +1,5 @@
-"""Reload: a new configuration takes the place of the old one while requests run, or the old one stays.
+"""Configuration reload: a new configuration replaces the old one while requests run.
 
-swap.py builds and swaps, reloader.py is the transaction around it, versions.py what was applied before, follow.py the
-file, trial.py whether a change made things worse, pages.py the admin server's side.
+reloader.py is the transaction, swap.py applies it, history.py stores applied versions,
+file_watcher.py follows the file, gateway/admin/config_pages.py serves the admin pages.
 """

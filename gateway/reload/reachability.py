@@ -1,6 +1,7 @@
-"""Whether a configuration leads to endpoints that can be reached, found out before it is put in force.
+"""Checks, before a configuration is applied, that its new endpoints can be reached.
 
-Lives here: which endpoints are asked, and a TCP connection to each. Not here: what a refusal does (reloader.py).
+Lives here: which pools are checked, and a TCP connection to each endpoint. Not here: the effect of
+a failure (reloader.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ MOST_AT_ONCE = 64
 
 
 async def unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
-    """The first pool whose endpoints all refuse connections, although the change has something to lose.
+    """Return the first pool that the change would make unreachable; None if there is none.
 
-    `known` are the URLs of the endpoints in force, `available` those of them that get requests now.
-    A pool without a new endpoint is not asked: this change did not make it unreachable. Neither is
-    one that discovers endpoints.
+    Pools without a new endpoint are not checked, because the change does not affect them. Pools
+    with an available endpoint or with discovery are not checked either.
+
+    known      URLs of the endpoints in force
+    available  those of them that get requests now
     """
     for name, pool in config.pools.items():
         urls = {endpoint.url for endpoint in pool.endpoints}

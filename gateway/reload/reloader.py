@@ -1,7 +1,8 @@
-"""The transaction: a text is read, parsed, built and tried, and then in force; or the last good one stays.
+"""The reload transaction: a configuration is read, built, dry-run and applied, or rejected.
 
-One way for all triggers, one at a time. Lives here: the order, what is kept and what is told of it. Not here: when it
-is triggered (follow.py, pages.py, app.py) and what a swap does (swap.py).
+All triggers use the same path, one at a time. Lives here: the order of the steps, the history and
+the messages. Not here: the triggers (file_watcher.py, gateway/admin/config_pages.py, app.py) and how a configuration is
+swapped in (swap.py).
 """
 
 from __future__ import annotations
@@ -15,57 +16,67 @@ from time import perf_counter, time
 import msgspec
 
 from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
-from gateway.config.compare import Change, changes
+from gateway.config.diff import Change, changes
 from gateway.config.file_reader import raw_bytes, read_file
-from gateway.config.source import parse
-from gateway.metrics import Metrics
-from gateway.reload import versions
+from gateway.config.references import unresolvable
+from gateway.config.yaml_source import parse
+from gateway.metrics.catalogue import Metrics
+from gateway.reload import history as versions
+from gateway.reload.history import Version, Versions
 from gateway.reload.swap import CannotServe, Swap
-from gateway.reload.versions import Version, Versions
 
 log = logging.getLogger("penstock")
 
-LOGS = tuple(f"observability.{key}" for key in ("access_log", "access_flush", "access_blocks", "access_rotate", "log"))
+LOGS = tuple(
+    f"observability.{key}"
+    for key in ("access_log", "access_flush", "access_blocks", "access_rotate", "log")
+)
 AT_START = ("listeners", "prefix", *LOGS, "reload.state_dir", "shared", "workers")
-"""What is bound once, at the start. A change of it is taken over, and comes into effect with the next start."""
+"""Settings that are bound at the start.
+
+A change is accepted, and takes effect at the next start.
+"""
 
 AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
-"""Below what is bound at the start: what new connections use at once."""
+"""Settings below AT_START that new connections use immediately."""
 
 FROM_FILE = frozenset({"file", "signal", "command"})
-"""Triggers by which the file's own text is taken over."""
+"""Triggers that load the text of the configuration file."""
 
 SENT = "PUT config"
-"""How a text is called that was sent: problems show it where a file's name would stand."""
+"""Name of a text received by PUT, shown in problems in place of a file name."""
 
 Say = Callable[[str, bool], None]
-"""Tells an operator one line; True when it is bad news."""
+"""Reports a line to the operator; the second argument is True for bad news."""
 
 
 class ChangeOptions(msgspec.Struct, frozen=True):
     """How a change is made.
 
-    dry_run  check it and change nothing
-    noted    a dry run whose rejection counts like that of a real one: a supervisor has all its
-             workers try a change before any of them makes it
-    force    also if none of a pool's endpoints can be reached
+    dry_run              check it and change nothing
+    records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
+                         change in all its workers before the first one applies it
+    force                apply it even if none of a pool's endpoints can be reached
+    kept                 the text was in force before, so its references may be resolved anywhere
     """
 
     dry_run: bool = False
     noted: bool = False
     force: bool = False
+    kept: bool = False
 
 
 CHANGE = ChangeOptions()
-"""A real change that is refused when a pool cannot be reached."""
+"""The default: a change that is rejected when a pool cannot be reached."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of one attempt.
+    """The outcome of one attempt.
 
-    result         applied, unchanged, rejected, conflict (If-Match), nothing (no such version, or no file), dry_run
-    needs_restart  what differs from what was bound at the start
-    affected       requests at endpoints or in pools that leave
+    result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
+                   version, or no file)
+    needs_restart  changed settings that take effect at the next start
+    affected       requests at endpoints or in pools that are removed
     """
 
     result: str
@@ -79,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """The last attempt, when it failed."""
+    """The last attempt, if it failed."""
 
     at: float
     trigger: str
@@ -87,12 +98,15 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """After a change, where no trial judges it."""
+    """Stand in for `on_applied` where auto-rollback does not run."""
 
 
 class Reloader:
-    """Owner of what is in force and of its history. `running` is the text behind the snapshot, `last_error` why the
-    last attempt failed, if it did."""
+    """Owns the configuration in force and its history.
+
+    running     the loaded configuration behind the current snapshot
+    last_error  why the last attempt failed; None if it succeeded
+    """
 
     def __init__(
         self,
@@ -102,10 +116,13 @@ class Reloader:
         metrics: Metrics,
         env: Mapping[str, str],
         say: Say,
-        kept: Versions | None = None,
+        versions: Versions | None = None,
     ) -> None:
-        """`file` is what a reload reads; None: the engines were given on the command line. `kept` in place of the
-        versions in the configuration's folder."""
+        """Create the reloader of a running gateway.
+
+        file      what a reload reads; None if the engines were given on the command line
+        versions  the history; by default it is read from `reload.state_dir`
+        """
         self.running = loaded
         self.last_error: Rejection | None = None
         self.on_applied: Callable[[str], Awaitable[None]] = do_nothing
@@ -115,44 +132,51 @@ class Reloader:
         self._missing: tuple[Path, ...] = ()
         self._swap = swap
         self._env = env
-        self._say = say
-        self._one_at_a_time = asyncio.Lock()
+        self._report = say
+        self._lock = asyncio.Lock()
         self._metrics = metrics
         for result in ("applied", "unchanged", "rejected", "rolled_back"):
-            metrics.config_reload_total.labels(result)  # so that a query finds them before anything has happened
+            # Create the series, so that queries find them before the first event.
+            metrics.config_reload_total.labels(result)
         folder = loaded.config.reload.state_dir
-        self.versions = kept or Versions(Path(folder) if folder is not None else None)
+        self.versions = versions or Versions(Path(folder) if folder is not None else None)
         self.version = self._first(loaded)
 
     def _first(self, loaded: Loaded) -> Version:
-        """What is in force at the start: the newest version kept, if it says the same and has the number that was told,
-        if one was: writing may have failed, or a worker may have counted what the others never had."""
-        newest, told = next(reversed(self.versions.all()), None), self.versions.told
-        fresh = versions.made(told or self.versions.next_number, time(), "start", loaded, ())
-        same = newest is not None and (newest.hash, newest.file) == (fresh.hash, fresh.file)
-        if newest is not None and same and told in (None, newest.number):
-            fresh = msgspec.structs.replace(newest, text=fresh.text)
+        """Return the version in force at the start: the newest stored one if equal, else a new one.
+
+        In a worker it must also have the number that the other workers use. The newest stored
+        version may have another one if writing failed, or if only this worker applied it.
+        """
+        newest, current = next(reversed(self.versions.all()), None), self.versions.told
+        number = current or self.versions.next_number
+        first = versions.made(number, time(), "start", loaded, ())
+        is_same = newest is not None and (newest.hash, newest.file) == (first.hash, first.file)
+        if newest is not None and is_same and current in (None, newest.number):
+            first = msgspec.structs.replace(newest, text=first.text)
         else:
-            self._keep(fresh, in_clear=loaded.in_clear)
-        self.versions.add(fresh)
-        self._show(fresh)
+            self._write(first, in_clear=loaded.in_clear)
+        self.versions.add(first)
+        self._update_version_metrics(first)
         self._metrics.config_last_reload_successful.set(1)
-        return fresh
+        return first
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that what is in force, or what was rejected last, is made of."""
+        """All files that the configuration in force, or the last rejected one, is read from."""
         own = () if self._file is None else (self._file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     @property
     def needs_restart(self) -> tuple[str, ...]:
-        """What the configuration in force says and the running process cannot do before its next start."""
+        """Settings of the configuration in force that take effect at the next start."""
         return _bound(changes(self._started, self.running))
 
     def file_differs(self) -> bool:
-        """Whether the file says something else than what is in force: after a rollback, a PUT or an edit that is not
-        followed. Reads the file, so call it in a thread."""
+        """Return whether the file differs from the configuration in force. Call it in a thread.
+
+        It does after a rollback, after a PUT, or after an edit while watching is off.
+        """
         if self._file is None:
             return False
         try:
@@ -163,33 +187,54 @@ class Reloader:
     # Triggers
 
     async def reload(self, trigger: str, options: ChangeOptions = CHANGE) -> Outcome:
-        """Take over the file as it is now."""
+        """Apply the file as it is now."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
         return await self._attempt(lambda: examine(file, self._env), trigger, options)
 
     async def changed(self) -> Outcome | None:
-        """A file that matters was touched: take over what changed, if anything did."""
+        """Reload after one of `paths` has changed, if the configuration has changed by it."""
         file = self._file
         if file is not None:
-            outcome = await self._attempt(lambda: examine(file, self._env), "file", news_only=True)
+            outcome = await self._attempt(
+                lambda: examine(file, self._env), "file", only_if_changed=True
+            )
             if outcome.result != "unchanged":
                 return outcome
         if self.running.digest == self._seen:
-            return None  # it is the file's text that is in force, and it was looked at
-        return await self._attempt(self._once_more, "secret", news_only=True)
+            return None  # the file's text is in force, and it has just been examined
+        return await self._attempt(self._reread_running, "secret", only_if_changed=True)
 
-    def _once_more(self) -> Loaded:
-        """What is in force when its turn has come, with what its references lead to now."""
+    def _reread_running(self) -> Loaded:
+        """Load the text in force again, with the current contents of the files it refers to."""
         return examine_text(self.running.text, self.running.file, self._env)
 
     async def put(
-        self, text: bytes, trigger: str, *, if_match: str | None = None, options: ChangeOptions = CHANGE
+        self,
+        text: bytes,
+        trigger: str,
+        *,
+        if_match: str | None = None,
+        options: ChangeOptions = CHANGE,
     ) -> Outcome:
-        """Take over a text that somebody sent. Its relative paths start from the file's folder."""
+        """Apply a text received by an admin request.
+
+        Its relative paths start from the file's folder. References that the running configuration
+        does not have at such a place are refused (config/references.py).
+        """
         name = str((self._file.parent if self._file is not None else Path()) / SENT)
-        return await self._attempt(lambda: examine_text(text, name, self._env), trigger, options, if_match=if_match)
+
+        def read() -> Loaded:
+            if options.kept:
+                return examine_text(text, name, self._env)
+            known = (self.running.text, self._started.text)
+            refused = unresolvable(
+                text, name, known, with_key=self.running.config.admin.key is not None
+            )
+            return examine_text(text, name, self._env, refused)
+
+        return await self._attempt(read, trigger, options, if_match=if_match)
 
     async def rollback(
         self,
@@ -199,19 +244,28 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = CHANGE,
     ) -> Outcome:
-        """Take over an older version: that number, or the one before the one in force."""
-        older = [each for each in self.versions.all() if each.number < self.version.number]
-        wanted = self.versions.find(number) if number is not None else (older[-1] if older else None)
+        """Apply an older version: the given one, or the one before the version in force."""
+        older = [version for version in self.versions.all() if version.number < self.version.number]
+        wanted = (
+            self.versions.find(number) if number is not None else (older[-1] if older else None)
+        )
         if wanted is None:
-            return self._nothing(f"no version {number} is kept" if number is not None else "no older version is kept")
+            return self._nothing(
+                f"no version {number} is kept" if number is not None else "no older version is kept"
+            )
         text = wanted.text
         if text is None:
-            return self._nothing(f"the text of version {wanted.number} was not kept: a secret stands in it")
+            return self._nothing(
+                f"the text of version {wanted.number} was not kept: a secret stands in it"
+            )
         return await self._attempt(
-            lambda: examine_text(text.encode(), wanted.file, self._env), trigger, options, if_match=if_match
+            lambda: examine_text(text.encode(), wanted.file, self._env),
+            trigger,
+            options,
+            if_match=if_match,
         )
 
-    # The one way
+    # The transaction
 
     async def _attempt(
         self,
@@ -220,10 +274,10 @@ class Reloader:
         options: ChangeOptions = CHANGE,
         *,
         if_match: str | None = None,
-        news_only: bool = False,
+        only_if_changed: bool = False,
     ) -> Outcome:
-        """`news_only`: somebody touched a file, which is worth a word only if it says something else now."""
-        async with self._one_at_a_time:
+        """Load and apply a configuration; with `only_if_changed`, ignore an unchanged one."""
+        async with self._lock:
             if if_match is not None and not _matches(if_match, self.version.etag):
                 message = f"the configuration in force is {self.version.etag}, not {if_match}"
                 return Outcome("conflict", self.version, message)
@@ -233,31 +287,48 @@ class Reloader:
                 if trigger == "file" and self._superseded(loaded):
                     self._seen = loaded.digest
                     return Outcome("unchanged", self.version, "")
-                old_news = self._mends_nothing(trigger) and loaded.digest in (self._seen, self.running.digest)
+                is_known = loaded.digest in (self._seen, self.running.digest)
+                is_old_news = is_known and self._is_unchanged_failure(trigger)
                 if trigger in FROM_FILE and not options.dry_run:
                     self._seen, self._seen_text = loaded.digest, loaded.text
-                if news_only and old_news:
+                if only_if_changed and is_old_news:
                     return Outcome("unchanged", self.version, "")
                 if loaded.digest == self.running.digest:
                     return self._unchanged(loaded, dry_run=options.dry_run)
-                return await self._take_over(loaded, trigger, began, options)
+                return await self._apply(loaded, trigger, began, options)
             except ConfigError as error:
-                if news_only and self.last_error is not None and self.last_error.problems == error.problems:
+                last = self.last_error
+                if only_if_changed and last is not None and last.problems == error.problems:
                     return Outcome("unchanged", self.version, "")
-                return self._rejected(error, trigger, noted=options.noted or not options.dry_run)
+                is_recorded = options.noted or not options.dry_run
+                return self._reject(error, trigger, is_recorded=is_recorded)
 
     def _superseded(self, loaded: Loaded) -> bool:
-        """Whether another text is in force than the file's, which nobody has edited since: a secret has moved."""
-        refused = self.last_error is not None and self.last_error.trigger in FROM_FILE
-        return self.running.digest != self._seen and loaded.text == self._seen_text and not refused
+        """Return whether the file is unedited since another text (a PUT, a rollback) replaced it.
 
-    def _mends_nothing(self, trigger: str) -> bool:
-        """Whether there is no last error that an unchanged text would take back: a file's stays until the file is good,
-        whatever becomes of the secrets of the text in force."""
-        return self.last_error is None or (trigger == "secret" and self.last_error.trigger != trigger)
+        Then only a secret that it refers to has changed, and the text in force stays.
+        """
+        was_rejected = self.last_error is not None and self.last_error.trigger in FROM_FILE
+        return (
+            self.running.digest != self._seen
+            and loaded.text == self._seen_text
+            and not was_rejected
+        )
 
-    async def _take_over(self, loaded: Loaded, trigger: str, began: float, options: ChangeOptions) -> Outcome:
-        found = await asyncio.to_thread(changes, self.running, loaded)
+    def _is_unchanged_failure(self, trigger: str) -> bool:
+        """Return whether there is no last error that loading an unchanged text would clear.
+
+        An error of the file stays until the file is valid, whatever happens to the secrets of the
+        text in force.
+        """
+        return self.last_error is None or (
+            trigger == "secret" and self.last_error.trigger != trigger
+        )
+
+    async def _apply(
+        self, loaded: Loaded, trigger: str, began: float, options: ChangeOptions
+    ) -> Outcome:
+        changed = await asyncio.to_thread(changes, self.running, loaded)
         bound = _bound(await asyncio.to_thread(changes, self._started, loaded))
         try:
             if not options.force and (options.noted or not options.dry_run):
@@ -267,49 +338,53 @@ class Reloader:
             source = parse(loaded.text, loaded.file, self._env, read_file)
             raise ConfigError([source.problem(problem.path, str(problem))]) from problem
         if options.dry_run:
-            return Outcome("dry_run", self.version, f"would be taken over: {_counted(found)}", found, (), bound)
+            message = f"would be applied: {_summary(changed)}"
+            return Outcome("dry_run", self.version, message, changed, (), bound)
         swap_began = perf_counter()
         affected = self._swap.carry_out(plan)
         self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
-        version = versions.made(self.versions.next_number, time(), trigger, loaded, found)
+        version = versions.made(self.versions.next_number, time(), trigger, loaded, changed)
         self.running, self.version = loaded, version
         self.versions.add(version)
         self._succeeded("applied")
-        self._show(version)
-        outcome = Outcome("applied", version, "", found, (), bound, affected, perf_counter() - began)
-        outcome = msgspec.structs.replace(outcome, message=_line(outcome))
-        self._say(outcome.message, False)
-        await asyncio.to_thread(self._keep, version, in_clear=loaded.in_clear)
+        self._update_version_metrics(version)
+        took_s = perf_counter() - began
+        outcome = Outcome("applied", version, "", changed, (), bound, affected, took_s)
+        outcome = msgspec.structs.replace(outcome, message=_applied_message(outcome))
+        self._report(outcome.message, False)
+        await asyncio.to_thread(self._write, version, in_clear=loaded.in_clear)
         await self.on_applied(trigger)
         return outcome
 
-    def _keep(self, version: Version, *, in_clear: bool) -> None:
+    def _write(self, version: Version, *, in_clear: bool) -> None:
         try:
             self.versions.write(version, in_clear=in_clear)
         except OSError as error:
-            log.error("version %d could not be written to reload.state_dir: %s", version.number, error)
+            log.error(
+                "version %d could not be written to reload.state_dir: %s", version.number, error
+            )
 
-    # What is told of it
+    # Outcomes
 
     def _unchanged(self, loaded: Loaded, *, dry_run: bool) -> Outcome:
-        message = f"{_short(loaded.file)} says what is in force already: v{self.version.number}"
+        message = f"{_short(loaded.file)} is already in force: v{self.version.number}"
         if not dry_run:
             self._succeeded("unchanged")
-            self._say(message, False)
+            self._report(message, False)
         return Outcome("unchanged", self.version, message)
 
-    def _rejected(self, error: ConfigError, trigger: str, *, noted: bool) -> Outcome:
-        first, more = error.problems[0], len(error.problems) - 1
-        rest = f" ({more} more: GET /config)" if more else ""
-        place = f"{_short(first.file)}{str(first)[len(first.file) :]}"
-        end = "" if f"{place}{rest}".endswith("?") else "."
-        message = f"rejected {place}{rest}{end} Still serving v{self.version.number}."
-        if noted:
+    def _reject(self, error: ConfigError, trigger: str, *, is_recorded: bool) -> Outcome:
+        first, others = error.problems[0], len(error.problems) - 1
+        hint = f" ({others} more: GET /config)" if others else ""
+        problem = f"{_short(first.file)}{str(first)[len(first.file) :]}{hint}"
+        end = "" if problem.endswith("?") else "."
+        message = f"rejected {problem}{end} Still serving v{self.version.number}."
+        if is_recorded:
             self.last_error = Rejection(time(), trigger, error.problems)
             self._missing = error.references
             self._metrics.config_reload_total.labels("rejected").inc()
             self._metrics.config_last_reload_successful.set(0)
-            self._say(message, True)
+            self._report(message, True)
         return Outcome("rejected", self.version, message, (), error.problems)
 
     def _nothing(self, message: str) -> Outcome:
@@ -320,43 +395,48 @@ class Reloader:
         self._metrics.config_reload_total.labels(result).inc()
         self._metrics.config_last_reload_successful.set(1)
 
-    def _show(self, version: Version) -> None:
+    def _update_version_metrics(self, version: Version) -> None:
         self._metrics.config_version_info.clear()
         self._metrics.config_version_info.labels(str(version.number), version.hash).set(1)
         self._metrics.config_applied_timestamp_seconds.set(version.at)
 
 
 def _matches(if_match: str, etag: str) -> bool:
-    return any(each.strip() in ("*", etag) for each in if_match.split(","))
+    return any(tag.strip() in ("*", etag) for tag in if_match.split(","))
 
 
-def _bound(found: tuple[Change, ...]) -> tuple[str, ...]:
-    return tuple(each.path for each in found if _is_bound(each.path))
+def _bound(changed: tuple[Change, ...]) -> tuple[str, ...]:
+    return tuple(change.path for change in changed if _is_bound(change.path))
 
 
 def _is_bound(path: str) -> bool:
-    return not path.startswith(AT_ONCE) and any(f"{path}.".startswith(f"{bound}.") for bound in AT_START)
+    if path.startswith(AT_ONCE):
+        return False
+    return any(f"{path}.".startswith(f"{bound}.") for bound in AT_START)
 
 
-def _line(outcome: Outcome) -> str:
-    """What the server prints of a reload."""
-    restart = f"; needs a restart: {', '.join(outcome.needs_restart)}" if outcome.needs_restart else ""
+def _applied_message(outcome: Outcome) -> str:
+    restart = ""
+    if outcome.needs_restart:
+        restart = f"; needs a restart: {', '.join(outcome.needs_restart)}"
     requests = "request" if outcome.affected == 1 else "requests"
     finish = " (they finish where they are)" if outcome.affected else ""
     return (
-        f"reloaded {_short(outcome.version.file)} v{outcome.version.number} ({_counted(outcome.changes)}) "
-        f"in {outcome.took_s * 1000:.0f} ms, {outcome.affected} {requests} affected{finish}{restart}"
+        f"reloaded {_short(outcome.version.file)} v{outcome.version.number} "
+        f"({_summary(outcome.changes)}) "
+        f"in {outcome.took_s * 1000:.0f} ms, "
+        f"{outcome.affected} {requests} affected{finish}{restart}"
     )
 
 
-def _counted(found: tuple[Change, ...]) -> str:
-    count, shown = len(found), [each.path for each in found[:3]]
+def _summary(changed: tuple[Change, ...]) -> str:
+    count, paths = len(changed), [change.path for change in changed[:3]]
     if not count:
-        return "nothing that matters changed"
-    more = f" and {count - 3} more" if count > 3 else ""
-    return f"{count} change{'s' if count > 1 else ''}: {', '.join(shown)}{more}"
+        return "no setting changed"
+    others = f" and {count - 3} more" if count > 3 else ""
+    return f"{count} change{'s' if count > 1 else ''}: {', '.join(paths)}{others}"
 
 
 def _short(file: str) -> str:
-    """The file's name alone: an operator knows the folder."""
+    """Return the file's name without its folder, which the operator knows."""
     return Path(file).name

@@ -13,8 +13,8 @@ from struct import Struct
 
 import msgspec
 
-from policies.foreign import Share
-from policies.health import Health
+from policies.engine.peer_load import Share
+from policies.health.health import Health
 from policies.saved_state import (
     AdmissionState,
     BeliefState,

@@ -21,14 +21,15 @@ from gateway.restart.channel import (
     TenantState,
 )
 from policies import saved_state
-from policies.dual import PricedAdmission
-from policies.foreign import NOTHING, Share, own
-from policies.health import State as HealthState
+from policies.admission.priced import PricedAdmission
+from policies.engine.peer_load import NOTHING, Share
+from policies.health.health import State as HealthState
+from policies.ledger import own
 from policies.saved_state import Blocks
 
 if TYPE_CHECKING:
-    from gateway.gate import Gate
-    from gateway.roster import LiveEndpoint
+    from gateway.admission.controller import Gate
+    from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.route import Gateway
 
 log = logging.getLogger("penstock")

@@ -25,13 +25,13 @@ from gateway.restart.channel import (
     receive_offer,
 )
 from gateway.restart.learned_state import Restorer, place_of
-from policies.foreign import foreign
+from policies.ledger import foreign
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from gateway.config import Config
-    from gateway.restart.sockets import Sockets
+    from gateway.http.listener_sockets import Sockets
     from gateway.route import Gateway
 
 log = logging.getLogger("penstock")

@@ -34,7 +34,7 @@ from gateway.restart.channel import (
     read,
     send_offer,
 )
-from policies.foreign import Share
+from policies.engine.peer_load import Share
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter

@@ -1,1 +1,1 @@
-"""What the gateway looks at by itself: engines' health, load and models. Never on the path of a request."""
+"""Background queries to the engines: health, load and models. Never on the path of a request."""

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Sequence
 
 from gateway.config import AutoRollback
+from gateway.reload.auto_rollback import Tally
 from gateway.reload.reloader import ChangeOptions
-from gateway.reload.trial import Tally
-from gateway.workers.configure import Configured, message_of, result_of
-from gateway.workers.process import LOST, Worker
+from gateway.workers.config_rollout import Configured, message_of, result_of
+from gateway.workers.worker_process import LOST, Worker
 
 TIMEOUT_S = 5.0
 

@@ -1,7 +1,7 @@
 """The admin server of several workers: it merges their pages and sends changes to all of them.
 
 Other pages come from the oldest worker; an explanation comes from the worker that served the
-request. Pages are merged in merge.py and live_view_merge.py.
+request. Pages are merged in metrics_merge.py and live_view_merge.py.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from gateway.config.source import FILE_CAP_BYTES
-from gateway.exposition import content_type, wants_openmetrics
-from gateway.live import pages as live_pages
-from gateway.live.recent import Query, add_requests, together
-from gateway.reload.pages import add_changes
+from gateway.admin import live_pages
+from gateway.admin.auth import guard
+from gateway.admin.config_pages import add_changes
+from gateway.admin.recent_requests import Query, add_requests, together
+from gateway.config.yaml_source import FILE_CAP_BYTES
+from gateway.metrics.exposition import content_type, wants_openmetrics
 from gateway.reload.reloader import ChangeOptions
-from gateway.trust import guard
-from gateway.workers import merge
-from gateway.workers.configure import Configured
-from gateway.workers.counted import Counted
-from gateway.workers.figures import Figures
-from gateway.workers.process import LOST, Answer, Worker
-from gateway.workers.watch import Watch
+from gateway.workers import metrics_merge
+from gateway.workers.config_rollout import Configured
+from gateway.workers.counter_totals import Counted
+from gateway.workers.live_view_merge import Watch
+from gateway.workers.supervisor_metrics import Figures
+from gateway.workers.worker_process import LOST, Answer, Worker
 
 FORWARDED_HEADERS = ("Content-Type", "ETag")
 
@@ -98,9 +98,9 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     routes.add_get("/metrics", metrics)
     add_requests(routes, requests)
     for path, merge_pages in (
-        ("/endpoints", merge.endpoints),
-        ("/shadow", merge.shadows),
-        ("/canary", merge.canaries),
+        ("/endpoints", metrics_merge.endpoints),
+        ("/shadow", metrics_merge.shadows),
+        ("/canary", metrics_merge.canaries),
     ):
         routes.add_get(path, _merged_handler(group, path, merge_pages))
 

@@ -22,23 +22,23 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.admin.fleet_status import DRAINED
 from gateway.config import AdminListener, Loaded
-from gateway.live.standing import DRAINED
-from gateway.ports import http_url, named
-from gateway.reload.follow import Follow
+from gateway.http.listener_sockets import ADMIN, API, EMPTY, Sockets, bind, bound_send_buffers
+from gateway.http.tls_listener import TlsListener
+from gateway.peers.local_bus import Hub
+from gateway.reload.auto_rollback import Trial
+from gateway.reload.file_watcher import Follow
 from gateway.reload.reloader import Say
-from gateway.reload.trial import Trial
 from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.sockets import ADMIN, API, EMPTY, Sockets, bind, bound_send_buffers
-from gateway.shared.local import Hub
-from gateway.tls_listener import TlsListener
+from gateway.util.addresses import http_url, named
 from gateway.workers import pages
 from gateway.workers.auto_rollback import WorkersOnTrial
-from gateway.workers.configure import Configured
-from gateway.workers.figures import Figures
-from gateway.workers.process import Worker, inheritable, listening
+from gateway.workers.config_rollout import Configured
 from gateway.workers.settings import Settings
+from gateway.workers.supervisor_metrics import Figures
+from gateway.workers.worker_process import Worker, inheritable, listening
 
 log = logging.getLogger("penstock")
 

@@ -135,24 +135,24 @@ class Answer(msgspec.Struct, frozen=True):
 class Dialect(msgspec.Struct, frozen=True):
     """The handoff of one engine.
 
-    engine         the engine kind that speaks it, as named in the configuration
-    order          how the two legs follow each other
-    needs          what must be known first. Without it the first handoff is sequential
-                   (FIRST_ANSWER) or impossible
-    reads_answer   the prefill response is parsed; False: only its end matters
-    decode_alone   a decode endpoint can serve a whole request
-    abort_frees    the engine frees the KV when the prefill request is closed; False: only its
-                   decoder can free it
-    apart          the member whose value separates a decode request's cached blocks from all other
-                   requests. Another decoder may then be asked for KV that may be gone by then, if
-                   the engine tolerates that; None: it may not
-    by_itself      members for a request that has no other half, such as a probe
-    prefill        terms -> edits of the prefill request
-    decode         terms, prefill response -> decode request; the response is None if both legs are
-                   sent at once
-    identify       a prefill response, or the bootstrap server's page -> identities by rank
-    check          CONCURRENT only: whether a prefill response means that the KV is kept for
-                   its decoder
+    engine               the engine kind that speaks it, as named in the configuration
+    order                how the two legs follow each other
+    needs                what must be known first. Without it the first handoff is sequential
+                         (FIRST_ANSWER) or impossible
+    reads_answer         the prefill response is parsed; False: only its end matters
+    can_decode_alone     a decode endpoint can serve a whole request
+    abort_frees          the engine frees the KV when the prefill request is closed; False: only
+                         its decoder can free it
+    cache_salt_member    the member whose value separates a decode request's cached blocks from
+                         those of all other requests. Another decoder may then be asked for KV
+                         that may be gone by then; None: it may not
+    standalone_members   members for a request that has no other half, such as a probe
+    prefill              terms -> edits of the prefill request
+    decode               terms, prefill response -> decode request; the response is None if both
+                         legs are sent at once
+    identify             a prefill response, or the bootstrap server's page -> identities by rank
+    check                CONCURRENT only: whether a prefill response means that the KV is kept
+                         for its decoder
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Choice of a transport for two agents that have just met over another one.
 
 Shared memory on one host, then RDMA if both have it. Not here: dialling, and falling back if the
-better transport does not come up (switchboard.py).
+better transport does not come up (kvtransfer/links/link_manager.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvtransfer.messages import Card
+from kvtransfer.protocol.messages import Card
 
 
 def this_host() -> str:

@@ -2,7 +2,7 @@
 
 On a VirtualClock it is a seeded simulation. On a ThreadClock without latency it is the shortest
 path. Windows copy real bytes between regions, in two steps with time between them, so races are
-possible as over other transports. Not here: reacting to faults (source.py, sink.py).
+possible as over other transports. Not here: reacting to faults (kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.clock import Call, Clock, Timer
-from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
-from kvtransfer.reshard import Blocks
-from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.contract import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.util.clock import Call, Clock, Timer
 
 _TRICKLE_S = 0.02
 
@@ -55,7 +55,7 @@ class Wire:
 
     `clock` makes every call; its owner closes it. `freeze` stops an agent as SIGSTOP would, `thaw`
     resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
-    keeps running; `flow` delivers it late.
+    keeps running; `unstall` delivers it late.
     """
 
     def __init__(

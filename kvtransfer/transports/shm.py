@@ -2,8 +2,8 @@
 
 The source shares its regions read-only, and the sink's thread copies. A window is one small frame
 over a unix socket. The sink sees by itself when the source's blocks have changed owner, because the
-generations are in the same memory file. Not here: the thread (stream.py), memory files
-(memory_files.py).
+generations are in the same memory file. Not here: the thread (kvtransfer/transports/stream/link.py), memory files
+(kvtransfer/layout/memory_files.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.frame import WINDOW_HEADER_BYTES, FrameError, Kind, frame, pack_head, unpack_head
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.regions import Region, RegionError
-from kvtransfer.transports.base import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
-from kvtransfer.transports.listening import Listening
-from kvtransfer.transports.outbound import Outbound
-from kvtransfer.transports.runs import copy_runs, in_steps, within
-from kvtransfer.transports.stream import Manner, StreamLink
+from kvtransfer.contract import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region, RegionError
+from kvtransfer.protocol.frame import (
+    WINDOW_HEADER_BYTES,
+    FrameError,
+    Kind,
+    frame,
+    pack_head,
+    unpack_head,
+)
+from kvtransfer.transports.acceptor import Listening
+from kvtransfer.transports.copy_runs import copy_runs, in_steps, within
+from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.transports.stream.outbound import Outbound
 
 _MARK = struct.Struct("<?Q")
 _SIZES = struct.Struct("<QQ")

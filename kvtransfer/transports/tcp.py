@@ -1,7 +1,7 @@
 """Tcp: the transport between any two machines.
 
 Windows go from the source's memory into the socket, and from the socket into the sink's memory,
-without a copy in between. Not here: the thread that moves them (stream.py), who may connect (the
+without a copy in between. Not here: the thread that moves them (kvtransfer/transports/stream/link.py), who may connect (the
 agents' handshake).
 """
 
@@ -11,13 +11,13 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from kvtransfer.regions import Region
-from kvtransfer.tls_files import TlsFiles
-from kvtransfer.transports.base import Link, LinkOwner, TransportError
-from kvtransfer.transports.lanes import LanedLink
-from kvtransfer.transports.listening import Listening
-from kvtransfer.transports.stream import Manner, StreamLink
-from kvtransfer.transports.tls import TlsContexts, TlsLink
+from kvtransfer.contract import Link, LinkOwner, TransportError
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transports.acceptor import Listening
+from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.transports.stream.parallel_links import LanedLink
+from kvtransfer.transports.tls_links import TlsContexts, TlsLink
+from kvtransfer.util.tls_files import TlsFiles
 
 _BUFFER_BYTES = 1 << 20
 _DIAL_S = 3.0

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.handoff.contract import Here, joined
-from mockgpu.handoff.desk import UnknownPeerError
-from mockgpu.handoff.legs import Asked, At, Take
+from mockgpu.handoff.kv_handoff import UnknownPeerError
+from mockgpu.leg_params import Asked, At, Take
 
 PAGES = {"mooncake": "/query", "sglang": "/route"}
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"

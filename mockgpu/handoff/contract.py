@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvtransfer.ends import End
-from mockgpu.ask import Ask, Body, Reading
-from mockgpu.handoff.legs import Give, Offered
+from kvtransfer.protocol.outcomes import End
+from mockgpu.leg_params import Give, Offered
+from mockgpu.request_parser import Ask, Body, Reading
 
 
 class Here(msgspec.Struct, frozen=True):

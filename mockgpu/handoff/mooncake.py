@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading
 from mockgpu.handoff.contract import Here
-from mockgpu.handoff.legs import Asked, Give, Offered, Take
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
+from mockgpu.leg_params import Asked, Give, Offered, Take
+from mockgpu.request_parser import NO_LEG, Ask, Body, MalformedHandoffError, Reading
 
 ABORT_S = 480.0
 # Without these, a decode leg is parked for KV that never comes.

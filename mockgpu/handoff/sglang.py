@@ -2,7 +2,7 @@
 
 A prefill server stops after one token and answers when its KV has been fetched. A probe uses a host
 that belongs to no engine, and either server answers it alone. Errors are in SGLang's format
-(shapes.py). Source: engines.md D.
+(mockgpu/engine_formats.py). Source: engines.md D.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading
 from mockgpu.handoff.contract import Here
-from mockgpu.handoff.legs import Answering, Asked, Give, Offered, Take
+from mockgpu.leg_params import Answering, Asked, Give, Offered, Take
+from mockgpu.request_parser import NO_LEG, Ask, Body, MalformedHandoffError, Reading
 
 BOOTSTRAP_S = 300.0
 PROBE_HOST = "2.2.2.2"

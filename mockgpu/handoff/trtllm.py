@@ -15,9 +15,17 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading, TokenId
 from mockgpu.handoff.contract import Here
-from mockgpu.handoff.legs import At, Give, Offered, Take
+from mockgpu.leg_params import At, Give, Offered, Take
+from mockgpu.request_parser import (
+    NO_LEG,
+    ApiError,
+    Ask,
+    Body,
+    MalformedHandoffError,
+    Reading,
+    TokenId,
+)
 from mockgpu.text import is_speech, token_bytes, token_ids
 
 FIELD = "disaggregated_params"

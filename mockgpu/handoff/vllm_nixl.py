@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.ask import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
 from mockgpu.handoff.contract import Here, joined
-from mockgpu.handoff.legs import At, Give, Offered, Take
+from mockgpu.leg_params import At, Give, Offered, Take
+from mockgpu.request_parser import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
 from mockgpu.text import token_bytes
 
 FIELD = "kv_transfer_params"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.ask import NO_LEG, Ask, Body, MalformedHandoffError, Reading, request_name
 from mockgpu.handoff.contract import Here, joined
-from mockgpu.handoff.legs import At, Give, Offered, Take
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt, told_object
+from mockgpu.leg_params import At, Give, Offered, Take
+from mockgpu.request_parser import NO_LEG, Ask, Body, MalformedHandoffError, Reading, request_name
 
 # A missing one is a KeyError in the engine's scheduler, which kills it.
 NEEDED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")

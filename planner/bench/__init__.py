@@ -1,7 +1,7 @@
-"""Load on an OpenAI server, and what came back: `await run(plan)` gives a Report.
+"""Load on an OpenAI server, and its results: `await run(plan)` returns a Report.
 
-Lives here: workloads, the open and the closed loop, timing of streamed answers, the JSON that other tools can read.
-Not here: reading traces (planner/traces) and the peer comparison (tests/bench).
+Contains workloads, open and closed loop, timing of streamed answers, and JSON for other tools.
+Trace readers are in planner/traces, the comparison with other gateways in bench.
 """
 
 from planner.bench.client import BenchError, Client, Record

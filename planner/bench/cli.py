@@ -1,6 +1,7 @@
-"""`penstock bench`: options to a Plan, and a Report to the terminal. The command is registered by gateway/cli.py.
+"""`penstock bench`: options to a Plan, and a Report to the terminal. The command is registered by
+the gateway's CLI.
 
-Exit status: 0 done, 1 no request was answered, the server is not there or the run was cut short, 2 wrong usage.
+Exit status: 0 success; 1 no answer, unreachable server or interrupted run; 2 usage.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from planner.bench.loops import Watch, run
 from planner.bench.plan import Plan, PlanError, Slo, checked
 from planner.bench.report import Report
 from planner.bench.show import Live, lines, table
-from planner.files import writable
+from planner.output_files import writable
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -31,37 +32,57 @@ _WARMUP = 8
 
 
 def duration_s(value: str) -> float:
-    """Seconds of 250ms, 30s, 5m or 1h. Raises typer.BadParameter."""
-    found = _DURATION.fullmatch(value)
-    if found is None or float(found[1]) == 0:
+    """Parse 250ms, 30s, 5m or 1h to seconds. Raises typer.BadParameter."""
+    match = _DURATION.fullmatch(value)
+    if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"{value!r} is not a duration; write 250ms, 30s or 5m")
-    return float(found[1]) * dict(_UNITS_S)[found[2]]
+    return float(match[1]) * dict(_UNITS_S)[match[2]]
 
 
 def _time(text: str, name: str) -> Any:
-    """An option that is a duration."""
+    """Return an option for a duration."""
     return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
 
 
-Url = Annotated[str, typer.Option(help="The server, as http://127.0.0.1:8080.")]
-Model = Annotated[str | None, typer.Option(help="The model to ask for; the first one listed unless given.")]
+Url = Annotated[str, typer.Option(help="The server, like http://127.0.0.1:8080.")]
+Model = Annotated[
+    str | None, typer.Option(help="The model to request; default: the first one listed.")
+]
 Shape = Annotated[str, typer.Option(help="chat, rag, agent or shared-prefix.")]
-Rate = Annotated[float | None, typer.Option(min=1e-3, help="Open loop: requests a second, at random moments.")]
-Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: users who wait for answers (8).")]
-Requests = Annotated[int | None, typer.Option(min=1, help="End after this many requests.")]
-Warmup = Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} requests first that do not count.")]
-Seed = Annotated[int, typer.Option(help="Of prompts and moments: the same seed asks the same.")]
-Trace = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl[.gz]).")]
-Speed = Annotated[float, typer.Option(min=1e-3, help="With --trace: how much faster than recorded.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="With --trace: only its first requests.")]
-Think = Annotated[float, typer.Option(min=0, help="Scale of the pauses between an agent's turns.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Have engines generate the full length (vLLM, SGLang).")]
-ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+Rate = Annotated[
+    float | None, typer.Option(min=1e-3, help="Open loop: requests per second, at random times.")
+]
+Users = Annotated[
+    int | None, typer.Option(min=1, help="Closed loop: users that wait for answers (8).")
+]
+Requests = Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")]
+Warmup = Annotated[bool, typer.Option("--warmup", help=f"Send {_WARMUP} uncounted requests first.")]
+Seed = Annotated[int, typer.Option(help="Random seed: equal seeds send equal requests.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake trace (.jsonl[.gz])."),
+]
+Speed = Annotated[
+    float, typer.Option(min=1e-3, help="With --trace: speed relative to the recording.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="With --trace: only this many first requests.")
+]
+Think = Annotated[float, typer.Option(min=0, help="Factor on the pauses between an agent's turns.")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Make engines generate the full length (vLLM, SGLang).")
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Out = Annotated[Path | None, typer.Option(dir_okay=False, callback=writable, help="Write the JSON here as well.")]
-For = Annotated[float | None, _time("How long requests are sent (30s).", "--for")]
-SloTtft = Annotated[float | None, _time("A good request's first token, at the latest.", "--slo-ttft")]
-SloTpot = Annotated[float | None, _time("A good request's time per further token.", "--slo-tpot")]
+Out = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, callback=writable, help="Also write the JSON to this file."),
+]
+For = Annotated[float | None, _time("How long to send requests (30s).", "--for")]
+SloTtft = Annotated[float | None, _time("Maximum TTFT of a good request.", "--slo-ttft")]
+SloTpot = Annotated[float | None, _time("Maximum TPOT of a good request.", "--slo-tpot")]
 
 
 def bench(
@@ -104,25 +125,25 @@ def bench(
         ignore_eos=ignore_eos,
         api_key=api_key,
     )
-    report = _reported(plan, quiet=as_json)
+    report = _run_or_exit(plan, quiet=as_json)
     _print(report, as_json, out)
     raise typer.Exit(1 if report.interrupted or not report.completed else 0)
 
 
-def _reported(plan: Plan, quiet: bool) -> Report:
-    """The report, or the exit status that says why there is none."""
+def _run_or_exit(plan: Plan, quiet: bool) -> Report:
+    """Run the plan; exit with a message if there is no report."""
     try:
-        return _carry_out(checked(plan), quiet)
+        return _run(checked(plan), quiet)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except (BenchError, TraceError) as error:
         typer.echo(f"penstock bench: {error}", err=True)
         raise typer.Exit(1) from None
-    except asyncio.CancelledError:  # Ctrl-C before the first request that counts
+    except asyncio.CancelledError:  # Ctrl-C before the first counted request
         raise typer.Exit(1) from None
 
 
-def _carry_out(plan: Plan, quiet: bool) -> Report:
+def _run(plan: Plan, quiet: bool) -> Report:
     console = Console(stderr=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if quiet or not console.is_terminal:
@@ -132,7 +153,7 @@ def _carry_out(plan: Plan, quiet: bool) -> Report:
 
 
 async def _until_interrupted(plan: Plan, watch: Watch | None) -> Report:
-    """The run, which Ctrl-C ends early with a report of what was done."""
+    """Run until the end or Ctrl-C, which ends the run early with a report."""
     task = asyncio.create_task(run(plan, watch))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     return await task

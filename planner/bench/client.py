@@ -1,4 +1,4 @@
-"""One request to an OpenAI server and what became of it. Not here: when it is sent (loops.py)."""
+"""One request to an OpenAI server, and its result. When it is sent is decided in loops.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from planner.bench.timeline import Timeline
 
 
 class BenchError(Exception):
-    """The server could not be asked at all; the message says what it answered."""
+    """The server cannot be used at all; the message says what it answered."""
 
 
 class Record(msgspec.Struct):
-    """One request: moments in seconds of one clock. Written by the client that sends it, read by the report.
+    """One request; times in seconds of one clock. Written by the client, read by the report.
 
-    due_s     when it should have been sent: latencies count from here, so that a server which holds up the
-              sender is not spared the requests that would have come meanwhile
-    error     None, or the kind: http_429, connect, disconnected, timeout, stream_error, truncated, empty, unfinished
+    due_s     when it should have been sent. Latencies count from here, so that a server that delays
+              the sender is charged for that as well
+    error     None, or the kind: http_429, connect, disconnected, timeout, stream_error, truncated,
+              empty, unfinished
     """
 
     session: int
@@ -57,12 +58,12 @@ class Record(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """How late our own side sent it."""
+        """How late this client sent it."""
         return self.sent_s - self.due_s
 
 
 class Client:
-    """A connection pool to one server, for any number of requests at once."""
+    """A connection pool to one server, for any number of concurrent requests."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -83,27 +84,38 @@ class Client:
         await self._http.close()
 
     async def model(self) -> str:
-        """The model that is asked for: the plan's, else the first one listed. Raises BenchError."""
+        """Return the model to request: the plan's, or the first one listed. Raises BenchError."""
         if self._model is None:
             self._model = await self._first_model()
         return self._model
 
     async def _first_model(self) -> str:
         try:
-            async with self._http.get(f"{self._url}/models") as answer:
-                listed: Any = msgspec.json.decode(await answer.read()) if answer.status == 200 else None
+            async with self._http.get(f"{self._url}/models") as response:
+                listed: Any = (
+                    msgspec.json.decode(await response.read()) if response.status == 200 else None
+                )
         except aiohttp.ClientConnectorError as error:
-            raise BenchError(f"nothing listens at {self._plan.url}: {error.strerror}") from None
+            raise BenchError(f"cannot connect to {self._plan.url}: {error.strerror}") from None
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise BenchError(f"{self._url}/models does not answer: {error!r}") from None
+            raise BenchError(f"no answer from {self._url}/models: {error!r}") from None
         try:
             return str(listed["data"][0]["id"])
         except (TypeError, LookupError):
             raise BenchError(f"{self._url}/models lists no model; name one with --model") from None
 
-    async def ask(self, record: Record, messages: Sequence[dict[str, str]], output_tokens: int) -> str:
-        """Sends one streaming chat completion, fills the record in, returns the text. Errors end up in the record."""
-        body: dict[str, Any] = {"model": await self.model(), "messages": messages, "max_tokens": output_tokens}
+    async def ask(
+        self, record: Record, messages: Sequence[dict[str, str]], output_tokens: int
+    ) -> str:
+        """Send a streaming chat completion, fill in the record and return the text.
+
+        Errors are stored in the record.
+        """
+        body: dict[str, Any] = {
+            "model": await self.model(),
+            "messages": messages,
+            "max_tokens": output_tokens,
+        }
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._plan.ignore_eos:
             body["ignore_eos"] = True
@@ -122,22 +134,22 @@ class Client:
             raise
         finally:
             record.ended_s = time.perf_counter()
-            _take_over(record, timeline)
+            _copy_result(record, timeline)
         return timeline.text
 
     async def _stream(self, record: Record, body: bytes, timeline: Timeline) -> str | None:
-        async with self._http.post(f"{self._url}/chat/completions", data=body) as answer:
-            record.status = answer.status
-            if answer.status != 200:
-                await answer.read()
-                return f"http_{answer.status}"
-            while data := await answer.content.readany():
+        async with self._http.post(f"{self._url}/chat/completions", data=body) as response:
+            record.status = response.status
+            if response.status != 200:
+                await response.read()
+                return f"http_{response.status}"
+            while data := await response.content.readany():
                 timeline.feed(data, time.perf_counter())
-        return _verdict(timeline)
+        return _stream_error(timeline)
 
 
-def _verdict(timeline: Timeline) -> str | None:
-    """A stream counts only if it came to its end: an answer that breaks off is not a fast one."""
+def _stream_error(timeline: Timeline) -> str | None:
+    """Return the error of a stream, None if complete: a truncated answer is not a fast one."""
     if timeline.error is not None:
         return "stream_error"
     if not timeline.done or timeline.broken:
@@ -145,8 +157,12 @@ def _verdict(timeline: Timeline) -> str | None:
     return "empty" if timeline.first_s is None else None
 
 
-def _take_over(record: Record, timeline: Timeline) -> None:
-    record.first_s, record.last_s, record.gaps_s = timeline.first_s, timeline.last_s, timeline.gaps_s
+def _copy_result(record: Record, timeline: Timeline) -> None:
+    record.first_s, record.last_s, record.gaps_s = (
+        timeline.first_s,
+        timeline.last_s,
+        timeline.gaps_s,
+    )
     record.output_tokens = timeline.tokens
     if timeline.usage is not None:
         record.prompt_tokens = timeline.usage.prompt_tokens

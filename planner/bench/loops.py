@@ -1,4 +1,6 @@
-"""The run itself: open loop (requests at moments of their own) or closed loop (users who wait for their answers)."""
+"""The run itself: open loop (requests at given times) or closed loop (users that wait for their
+answers).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _WATCH_EVERY_S = 0.25
 
 
 class Progress(msgspec.Struct):
-    """How a run stands, for whoever watches it. One writer: the run."""
+    """The state of a run, for an observer. One writer: the run."""
 
     plan: Plan
     started_s: float = 0.0
@@ -31,19 +33,29 @@ class Progress(msgspec.Struct):
 
 
 async def run(plan: Plan, watch: Watch | None = None) -> Report:
-    """Carries the plan out and reports. Raises PlanError for a plan that makes no sense, BenchError without a server.
+    """Run the plan and return its report.
 
-    Cancelling it ends the run early; `run` then still reports what was done, and the report says `interrupted`.
+    Raises PlanError for an invalid plan, BenchError without a usable server. Cancelling it ends the
+    run early; it then still returns a report, marked as `interrupted`.
     """
     plan = checked(plan)
     async with Client(plan) as client:
         model = await client.model()
         for session in itertools.islice(shapes()[plan.shape].sessions(plan.seed - 1), plan.warmup):
             now = time.perf_counter()
-            await client.ask(Record(session.id, 0, now, now), _opening(session), session.turns[0].output_tokens)
+            await client.ask(
+                Record(session.id, 0, now, now),
+                _first_messages(session),
+                session.turns[0].output_tokens,
+            )
         bench = _Run(plan, client)
         interrupted = await bench.carry_out(watch)
-    return Report(msgspec.structs.replace(plan, model=model), bench.progress.records, bench.progress.peak, interrupted)
+    return Report(
+        msgspec.structs.replace(plan, model=model),
+        bench.progress.records,
+        bench.progress.peak,
+        interrupted,
+    )
 
 
 class _Run:
@@ -56,7 +68,7 @@ class _Run:
         self.progress = Progress(plan)
 
     async def carry_out(self, watch: Watch | None) -> bool:
-        """True when it was cut short."""
+        """Run; return True if it was interrupted."""
         self.progress.started_s = time.perf_counter()
         watching = asyncio.create_task(self._show(watch)) if watch else None
         try:
@@ -64,7 +76,7 @@ class _Run:
         except asyncio.CancelledError:
             return True
         finally:
-            await _end([*self._tasks, *([watching] if watching else [])])
+            await _cancel([*self._tasks, *([watching] if watching else [])])
             if watch:
                 self._tick(watch)
         return False
@@ -74,7 +86,7 @@ class _Run:
             due_s = self.progress.started_s + arrival.due_s
             if not self._may_start(due_s):
                 break
-            await _until(due_s)
+            await _sleep_until(due_s)
             task = asyncio.create_task(self._converse(arrival.session, due_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -83,7 +95,9 @@ class _Run:
 
     async def _closed(self) -> None:
         sessions = shapes()[self._plan.shape].sessions(self._plan.seed)
-        self._tasks = {asyncio.create_task(self._user(sessions)) for _ in range(self._plan.concurrency or 1)}
+        self._tasks = {
+            asyncio.create_task(self._user(sessions)) for _ in range(self._plan.concurrency or 1)
+        }
         await asyncio.gather(*self._tasks)
 
     async def _user(self, sessions: Iterator[Session]) -> None:
@@ -104,8 +118,11 @@ class _Run:
         return plan.duration_s is None or due_s - self.progress.started_s < plan.duration_s
 
     async def _converse(self, session: Session, due_s: float) -> None:
-        """The turns of a session one after another; one that failed ends it, for the next would lack its answer."""
-        messages = _opening(session)[:-1]
+        """Run the turns of a session one after another.
+
+        A failed turn ends it, because the next would lack its answer.
+        """
+        messages = _first_messages(session)[:-1]
         for number, turn in enumerate(session.turns):
             if not self._may_start(due_s):
                 return
@@ -114,10 +131,15 @@ class _Run:
                 return
             messages.append({"role": "assistant", "content": answer})
             due_s = record.ended_s + turn.think_s * self._plan.think
-            await _until(due_s)
+            await _sleep_until(due_s)
 
     async def _ask(
-        self, session: Session, number: int, turn: Turn, messages: list[dict[str, str]], due_s: float
+        self,
+        session: Session,
+        number: int,
+        turn: Turn,
+        messages: list[dict[str, str]],
+        due_s: float,
     ) -> tuple[Record, str]:
         progress = self.progress
         record = Record(session.id, number, due_s, due_s)
@@ -141,20 +163,21 @@ class _Run:
         watch(self.progress)
 
 
-def _opening(session: Session) -> list[dict[str, str]]:
-    """The messages of a session's first request."""
+def _first_messages(session: Session) -> list[dict[str, str]]:
+    """Return the messages of a session's first request."""
     system = [] if session.system is None else [{"role": "system", "content": session.system}]
     return [*system, {"role": "user", "content": session.turns[0].content}]
 
 
-async def _until(moment_s: float) -> None:
-    """Sleeps until a moment of time.perf_counter."""
+async def _sleep_until(wake_s: float) -> None:
+    """Sleep until this time of time.perf_counter."""
     await asyncio.sleep(0)
-    while (left_s := moment_s - time.perf_counter()) > 0:  # noqa: ASYNC110 - a timer of whole ms may come early
+    # A timer with a resolution of 1 ms may fire early.
+    while (left_s := wake_s - time.perf_counter()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(left_s)
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

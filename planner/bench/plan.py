@@ -1,4 +1,4 @@
-"""What one benchmark run is asked to do, and the rules between its options."""
+"""The options of one benchmark run, and the rules between them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from planner.bench.workloads import shapes
 
 
 class PlanError(ValueError):
-    """A plan that cannot be run; the message says which option and why."""
+    """An invalid plan; the message names the option and the reason."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What makes a request good: both, where given."""
+    """The bounds of a good request; None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Open loop with `rate` or `trace`, else closed loop with `concurrency`.
+    """One run: an open loop with `rate` or `trace`, else a closed loop with `concurrency`.
 
-    url          scheme, host and port; /v1/chat/completions is the bench's
-    model        None takes the first that /v1/models lists
-    duration_s   no request is due after it; None with `requests` is no limit
-    requests     no more requests than this
-    trace        a Mooncake file in place of a shape; `speed` and `limit` are its own
-    think        scales the pauses between the turns of a session; 0 leaves them out
-    ignore_eos   asks engines that know the field to generate to the very length asked for
-    warmup       requests sent before, one after another, and not counted
+    url          scheme, host and port; /v1/chat/completions is appended
+    model        None: the first that /v1/models lists
+    duration_s   no request is due after it; None with `requests`: no limit
+    requests     maximum number of requests
+    trace        a Mooncake file instead of a shape; `speed` and `limit` apply to it
+    think        factor on the pauses between the turns of a session; 0: no pauses
+    ignore_eos   makes engines that support it generate exactly the requested length
+    warmup       requests sent before the run, one after another, and not counted
     """
 
     url: str
@@ -53,22 +53,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests come at moments of their own, whatever the answers do."""
+        """Whether requests are sent at given times, independent of answers."""
         return self.rate is not None or self.trace is not None
 
 
 def checked(plan: Plan) -> Plan:
-    """The plan with its defaults in place: 8 users where no load is given, 30 s where no end is. Raises PlanError."""
+    """Return the plan with defaults: 8 users without a load, 30 s without an end.
+
+    Raises PlanError.
+    """
     if not plan.url.startswith(("http://", "https://")):
         raise PlanError(f"--url {plan.url}: write http://host:port")
     if plan.shape not in shapes():
-        raise PlanError(f"--shape {plan.shape}: there are {', '.join(shapes())}")
+        raise PlanError(f"--shape {plan.shape}: known are {', '.join(shapes())}")
     if plan.concurrency is not None and plan.is_open:
-        raise PlanError("--concurrency is a closed loop; --rate and --trace are open ones: give one of them")
+        raise PlanError("--concurrency (closed loop) excludes --rate and --trace (open loop)")
     if plan.rate is not None and plan.trace is not None:
-        raise PlanError("--trace brings its own moments; --speed makes it faster, --rate is for shapes")
+        raise PlanError("--trace has its own arrival times; use --speed instead of --rate")
     if plan.trace is None and plan.limit is not None:
-        raise PlanError("--limit is for --trace; --requests ends a shape")
+        raise PlanError("--limit is for --trace; use --requests with a shape")
     if not plan.is_open and plan.concurrency is None:
         plan = msgspec.structs.replace(plan, concurrency=8)
     if plan.duration_s is None and plan.requests is None and plan.trace is None:

@@ -1,7 +1,7 @@
-"""What came out of a run: percentiles, throughput, goodput, errors; as JSON in three vocabularies and as a table.
+"""Results of a run: percentiles, throughput, goodput, errors; as JSON with three naming schemes.
 
-Names at the top level are those of vLLM's and SGLang's bench, `guidellm` and `aiperf` hold the same numbers under the
-names and definitions of those tools, so that a result can be put beside theirs.
+Names at the top level are those of vLLM's and SGLang's benchmarks; `guidellm` and `aiperf` hold the
+same numbers with the names and definitions of those tools, for comparison.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from planner.bench.stats import Summary, scaled, summarise
 
 
 def is_good(record: Record, slo: Slo) -> bool:
-    """Whether a request ended well and within the SLO. A bound on TPOT does not bind an answer of one token."""
+    """Return whether a request succeeded within the SLO.
+
+    A TPOT bound does not apply to an answer of one token.
+    """
     if record.error is not None or record.ttft_s is None:
         return False
     if slo.ttft_s is not None and record.ttft_s > slo.ttft_s:
@@ -27,20 +30,26 @@ def is_good(record: Record, slo: Slo) -> bool:
 
 
 class Report:
-    """The outcome of one run, read-only once made. Times in seconds; None where nothing was measured."""
+    """The result of one run, immutable. Times in seconds; None where nothing was measured."""
 
-    def __init__(self, plan: Plan, records: Sequence[Record], peak: int = 0, interrupted: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, records: Sequence[Record], peak: int = 0, interrupted: bool = False
+    ) -> None:
         self.plan = plan
         self.records = records
         self.peak = peak
         self.interrupted = interrupted
         self.completed = [record for record in records if record.error is None]
         self.errors = dict(Counter(record.error for record in records if record.error is not None))
-        begun = min((record.due_s for record in records), default=0.0)
+        began = min((record.due_s for record in records), default=0.0)
         ended = max((record.ended_s for record in records), default=0.0)
-        self.duration_s = max(ended - begun, 0.0)
-        self.ttft = summarise([record.ttft_s for record in self.completed if record.ttft_s is not None])
-        self.tpot = summarise([record.tpot_s for record in self.completed if record.tpot_s is not None])
+        self.duration_s = max(ended - began, 0.0)
+        self.ttft = summarise(
+            [record.ttft_s for record in self.completed if record.ttft_s is not None]
+        )
+        self.tpot = summarise(
+            [record.tpot_s for record in self.completed if record.tpot_s is not None]
+        )
         self.itl = summarise([gap for record in self.completed for gap in record.gaps_s])
         self.e2e = summarise([record.e2e_s for record in self.completed])
         self.lag = summarise([record.lag_s for record in records])
@@ -55,10 +64,13 @@ class Report:
 
     @property
     def cached_ratio(self) -> float | None:
-        """Prompt tokens served from prefix caches, of all in answers that say so; None when none does."""
-        told = [record for record in self.completed if record.cached_tokens is not None]
-        prompt = sum(record.prompt_tokens or 0 for record in told)
-        return sum(record.cached_tokens or 0 for record in told) / prompt if prompt else None
+        """Share of prompt tokens that came from prefix caches, over answers that report it.
+
+        None if none does.
+        """
+        reporting = [record for record in self.completed if record.cached_tokens is not None]
+        prompt = sum(record.prompt_tokens or 0 for record in reporting)
+        return sum(record.cached_tokens or 0 for record in reporting) / prompt if prompt else None
 
     @property
     def good(self) -> int:
@@ -69,11 +81,11 @@ class Report:
         return self.good / len(self.records) if self.records else 0.0
 
     def per_second(self, amount: float) -> float:
-        """An amount as a rate over the run."""
+        """Return an amount as a rate over the run."""
         return amount / self.duration_s if self.duration_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the single requests."""
+        """Return everything except the single requests."""
         return {
             "schema": "penstock-bench/1",
             "plan": _plain(self.plan),
@@ -89,9 +101,9 @@ class Report:
 
 
 def _plain(plan: Plan) -> Any:
-    """The plan as JSON, the key left out."""
-    shown = msgspec.structs.replace(plan, api_key=None)
-    return msgspec.to_builtins(shown, enc_hook=str)
+    """Return the plan as JSON without the API key."""
+    without_key = msgspec.structs.replace(plan, api_key=None)
+    return msgspec.to_builtins(without_key, enc_hook=str)
 
 
 def _ms(summary: Summary | None) -> dict[str, float] | None:
@@ -99,7 +111,9 @@ def _ms(summary: Summary | None) -> dict[str, float] | None:
 
 
 def _vllm(report: Report) -> dict[str, Any]:
-    """`vllm bench serve` and `sglang.bench_serving`: flat names, times in ms. e2el and e2e_latency are one number."""
+    """Return the names of `vllm bench serve` and `sglang.bench_serving`: flat, times in ms. e2el
+    equals e2e_latency.
+    """
     flat: dict[str, Any] = {
         "duration": report.duration_s,
         "completed": len(report.completed),
@@ -115,17 +129,26 @@ def _vllm(report: Report) -> dict[str, Any]:
     }
     metrics = {"ttft": report.ttft, "tpot": report.tpot, "itl": report.itl}
     for name, summary in {**metrics, "e2el": report.e2e, "e2e_latency": report.e2e}.items():
-        for said, key in (("mean", "mean"), ("std", "std"), ("median", "p50")):
-            flat[f"{said}_{name}_ms"] = None if summary is None else getattr(summary, key) * 1e3
+        for statistic, key in (("mean", "mean"), ("std", "std"), ("median", "p50")):
+            flat[f"{statistic}_{name}_ms"] = (
+                None if summary is None else getattr(summary, key) * 1e3
+            )
         for percent in ("p50", "p90", "p95", "p99"):
-            flat[f"{percent}_{name}_ms"] = None if summary is None else getattr(summary, percent) * 1e3
+            flat[f"{percent}_{name}_ms"] = (
+                None if summary is None else getattr(summary, percent) * 1e3
+            )
     return flat
 
 
 def _guidellm(report: Report) -> dict[str, Any]:
-    """guidellm counts the first token into time_per_output_token (whole latency over all tokens), and averages the gaps
-    of a request for inter_token_latency."""
-    whole = [record.e2e_s / record.output_tokens for record in report.completed if record.output_tokens]
+    """Return guidellm's names.
+
+    It includes the first token in time_per_output_token (whole latency over all tokens), and
+    averages the gaps of a request for inter_token_latency.
+    """
+    whole = [
+        record.e2e_s / record.output_tokens for record in report.completed if record.output_tokens
+    ]
     return {
         "time_to_first_token_ms": _ms(report.ttft),
         "inter_token_latency_ms": _ms(report.tpot),
@@ -139,7 +162,9 @@ def _guidellm(report: Report) -> dict[str, Any]:
 
 
 def _aiperf(report: Report) -> dict[str, Any]:
-    """aiperf: a record with a unit for each tag; inter_token_latency is a request's mean after its first token."""
+    """Return aiperf's names: a record with a unit per tag. inter_token_latency is a request's mean
+    after its first token.
+    """
     times = {
         "time_to_first_token": report.ttft,
         "inter_token_latency": report.tpot,

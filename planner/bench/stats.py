@@ -1,4 +1,6 @@
-"""Percentiles and summaries of samples. Linear interpolation between closest ranks, as numpy's default."""
+"""Percentiles and summaries of samples, with linear interpolation between closest ranks (numpy's
+default).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import msgspec
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What is said of a set of samples, in their own unit."""
+    """Statistics of a set of samples, in their own unit."""
 
     count: int
     mean: float
@@ -23,18 +25,24 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the ascending samples lie. Raises ValueError when there are none."""
+    """Return the value below which `percent` of the sorted samples lie.
+
+    Raises ValueError if there are none.
+    """
     if not ordered:
         raise ValueError("no samples")
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
+    rank = (len(ordered) - 1) * percent / 100
+    below = int(rank)
     above = min(below + 1, len(ordered) - 1)
     low, high = ordered[below], ordered[above]
-    return low + (high - low) * (place - below)
+    return low + (high - low) * (rank - below)
 
 
 def summarise(samples: Sequence[float]) -> Summary | None:
-    """The Summary of samples in any order, None when there are none. `std` is that of the population."""
+    """Return the Summary of samples in any order, None if there are none.
+
+    `std` is that of the population.
+    """
     if not samples:
         return None
     ordered = sorted(samples)
@@ -45,6 +53,10 @@ def summarise(samples: Sequence[float]) -> Summary | None:
 
 
 def scaled(summary: Summary, factor: float) -> Summary:
-    """The same samples in another unit."""
-    values = {name: getattr(summary, name) * factor for name in summary.__struct_fields__ if name != "count"}
+    """Return the summary in another unit."""
+    values = {
+        name: getattr(summary, name) * factor
+        for name in summary.__struct_fields__
+        if name != "count"
+    }
     return Summary(count=summary.count, **values)

@@ -1,4 +1,7 @@
-"""The bytes of a streamed answer and the moments they came, turned into first token, gaps, usage and end. Sans-IO."""
+"""From the bytes of a streamed answer and their arrival times to first token, gaps, usage and end.
+
+Sans-IO.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """What an engine says it did; `cached_tokens` is None where it keeps that to itself."""
+    """The usage an engine reports; `cached_tokens` is None if it does not report it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -43,24 +46,24 @@ class _Event(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Event)
 _MOST_LINE_BYTES = 16 << 20
-"""A longer line is no event of an answer; it is dropped before it fills the memory."""
+"""A longer line cannot be an event of an answer; it is dropped before it fills the memory."""
 
 
 class Timeline:
-    """Fed with whatever the socket gave; owner: the request it belongs to.
+    """Parses whatever the socket returned; one per request.
 
-    first_s, last_s   the first and the latest event with generated content, by the caller's clock; None before it
+    first_s, last_s   time of the first and the latest event with generated content; None before it
     gaps_s            times between such events
-    usage    the latest one seen
-    done     whether [DONE] was seen
-    error    what an error event said: its code, else its type
-    broken   whether something came that is no event: no JSON, or a line without end
+    usage    the latest usage
+    done     whether [DONE] was received
+    error    an error event's code, else its type
+    broken   whether invalid data was received: no JSON, or an endless line
     """
 
     __slots__ = (
+        "_buffer",
         "_data",
         "_pieces",
-        "_rest",
         "broken",
         "done",
         "error",
@@ -71,7 +74,7 @@ class Timeline:
     )
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
         self._data: list[bytes] = []
         self._pieces: list[str] = []
         self.first_s: float | None = None
@@ -84,7 +87,7 @@ class Timeline:
 
     @property
     def text(self) -> str:
-        """What was generated as an answer (not as reasoning or tool calls)."""
+        """The generated answer, without reasoning and tool calls."""
         return "".join(self._pieces)
 
     @property
@@ -95,21 +98,21 @@ class Timeline:
         return 0 if self.first_s is None else len(self.gaps_s) + 1
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Bytes in any chunking. Lines end with \\n or \\r\\n (a lone \\r, which no engine sends, does not end one)."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > _MOST_LINE_BYTES:
-            self._rest, self.broken = b"", True
+        """Parse bytes in any chunking. Lines end with \\n or \\r\\n, not with a lone \\r."""
+        lines = (self._buffer + data).split(b"\n")
+        self._buffer = lines.pop()
+        if len(self._buffer) > _MOST_LINE_BYTES:
+            self._buffer, self.broken = b"", True
         for line in lines:
             if line.endswith(b"\r"):
                 line = line[:-1]
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                self._event(b"\n".join(self._data), now_s)
+                self._on_event(b"\n".join(self._data), now_s)
                 self._data.clear()
 
-    def _event(self, data: bytes, now_s: float) -> None:
+    def _on_event(self, data: bytes, now_s: float) -> None:
         if data == b"[DONE]":
             self.done = True
             return
@@ -124,19 +127,22 @@ class Timeline:
             self.error = str(event.error.get("code") or event.error.get("type") or "error")
         elif event.error is not None:
             self.error = event.error or "error"
-        generated = [choice for choice in event.choices if self._generated(choice)]
+        generated = [choice for choice in event.choices if self._has_content(choice)]
         if generated:
-            self._token(now_s)
+            self._on_token(now_s)
 
-    def _generated(self, choice: _Choice) -> bool:
-        """Whether a choice carries generated content; a role alone, or an empty delta at the finish, does not."""
+    def _has_content(self, choice: _Choice) -> bool:
+        """Return whether a choice has generated content.
+
+        A role alone, or an empty final delta, does not.
+        """
         delta = choice.delta or _Delta()
         answer = delta.content or choice.text
         if answer:
             self._pieces.append(answer)
         return bool(answer or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
-    def _token(self, now_s: float) -> None:
+    def _on_token(self, now_s: float) -> None:
         if self.last_s is None:
             self.first_s = now_s
         else:

@@ -1,6 +1,9 @@
-"""What is asked: shapes of traffic as seeded generators of sessions. Not here: when they are sent (loops.py).
+"""Workloads: shapes of traffic as seeded generators of sessions.
 
-Lengths follow the published workloads named at each shape; equal seeds give equal sessions on every machine.
+When they are sent is decided in loops.py.
+
+Lengths follow the published workloads named at each shape; equal seeds give equal sessions on every
+machine.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from random import Random
 
 import msgspec
 
+from planner.text_generator import text
 from planner.traces import read_mooncake
-from planner.words import text
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One user message, how many tokens the answer may have, and the pause after the answer."""
+    """One user message, the maximum tokens of its answer, and the pause after the answer."""
 
     content: str
     output_tokens: int
@@ -25,7 +28,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """Turns of one conversation: each is sent with all before it and the answers they got."""
+    """The turns of one conversation: each is sent with all turns before it and their answers."""
 
     id: int
     turns: tuple[Turn, ...]
@@ -33,7 +36,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A kind of traffic. `mean_turns` turns a rate of requests into a rate of sessions."""
+    """A kind of traffic. `mean_turns` converts a rate of requests to a rate of sessions."""
 
     name: str
     about: str
@@ -49,13 +52,17 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def lognormal(rng: Random, median: float, mean: float, least: int, most: int) -> int:
-    """A length from the log-normal distribution with this median and mean, cut to [least, most]."""
+    """Draw a length from the log-normal distribution with this median and mean, clipped to [least,
+    most].
+    """
     sigma = sqrt(2 * log(mean / median))
     return round(min(max(exp(rng.gauss(log(median), sigma)), least), most))
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Moments of independent arrivals, `rate` a second on average, in seconds from the start."""
+    """Yield the times of independent arrivals, `rate` per second on average, in seconds from the
+    start.
+    """
     rng = Random(f"arrivals {seed}")
     due_s = 0.0
     while True:
@@ -64,15 +71,19 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def open_loop(shape: Shape, rate: float, seed: int) -> Iterator[Arrival]:
-    """Sessions of a shape so that requests come at `rate` a second on average."""
-    for due_s, session in zip(poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False):
+    """Yield sessions of a shape, so that requests come at `rate` per second on average."""
+    for due_s, session in zip(
+        poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False
+    ):
         yield Arrival(due_s, session)
 
 
 def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
-    """The requests of a Mooncake trace, as single-turn sessions at the moments they came."""
+    """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times."""
     for number, request in enumerate(read_mooncake(path, limit, speed)):
-        yield Arrival(request.arrival_s, Session(number, (Turn(request.prompt(), request.output_tokens),)))
+        yield Arrival(
+            request.arrival_s, Session(number, (Turn(request.prompt(), request.output_tokens),))
+        )
 
 
 def _chat(seed: int) -> Iterator[Session]:
@@ -132,15 +143,21 @@ def _shared_prefix(seed: int) -> Iterator[Session]:
 
 
 def shapes() -> dict[str, Shape]:
-    """Every shape by name."""
+    """Return every shape by name."""
     known = (
         Shape(
-            "chat", "Azure 2023 conversations: prompt 1,020 median, answer 129; a short system prompt in common", _chat
+            "chat",
+            "Azure 2023 conversations: prompt 1,020 median, answer 129; a short shared system prompt",
+            _chat,
         ),
-        Shape("rag", "one of 40 documents of 12k tokens by popularity (1/rank), then a question; answer 200", _rag),
+        Shape(
+            "rag",
+            "one of 40 documents of 12k tokens by popularity (1/rank), then a question; answer 200",
+            _rag,
+        ),
         Shape(
             "agent",
-            "6k tokens of tools in common, then 1-15 turns that grow by 700 each; answer 217",
+            "6k tokens of shared tools, then 1-15 turns that grow by 700 each; answer 217",
             _agent,
             AGENT_TURNS,
         ),

@@ -1,4 +1,4 @@
-"""A plan as an operator reads it: one table per pool, before and after side by side, and as JSON."""
+"""Output of a plan: one table per pool with before and after side by side, and JSON."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.plan.plan import Plan, PoolPlan
-from planner.replay.figures import Figures, Share
+from planner.replay.results import Figures, Share
 
 NO_BLOCKS = (
-    "the log does not tell what prompts had in common (observability.access_blocks): nothing is cached here, so this "
-    "compares load and admission, and overstates prefill"
+    "the log has no block ids of prompts (observability.access_blocks): nothing is cached here, "
+    "so this compares load and admission, and overstates prefill"
 )
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print it."""
-    console.print(f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock")
+    """Print the plan."""
+    console.print(
+        f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
+    )
     if not plan.blocks:
         console.print(NO_BLOCKS, style="yellow", markup=False)
     for pool in plan.pools:
@@ -31,15 +33,21 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def as_plain(plan: Plan) -> dict[str, Any]:
-    """For programs."""
+    """Return the plan as JSON."""
     return {
         "schema": "penstock-plan/1",
         "requests": plan.requests,
         "span_s": plan.span_s,
         "blocks": plan.blocks,
         "pools": [
-            {"pool": each.pool, "gain": each.gain, "notes": each.notes, "before": each.before, "after": each.after}
-            for each in plan.pools
+            {
+                "pool": pool.pool,
+                "gain": pool.gain,
+                "notes": pool.notes,
+                "before": pool.before,
+                "after": pool.after,
+            }
+            for pool in plan.pools
         ],
     }
 
@@ -51,12 +59,21 @@ def _table(pool: PoolPlan) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     before, after = dict(_rows(pool.before)), dict(_rows(pool.after))
     for name in dict.fromkeys((*before, *after)):
-        was, would = before.get(name), after.get(name)
-        shown, unit = name, ""
+        value_before, value_after = before.get(name), after.get(name)
+        label, unit = name, ""
         if name.endswith((" %", " s", " ms")):
-            shown, _, unit = name.rpartition(" ")
-        change = "" if was is None or would is None else f"{would - was:+.4g}"
-        table.add_row(f"  {shown}{f' ({unit})' if unit else ''}", _number(was), _number(would), change)
+            label, _, unit = name.rpartition(" ")
+        change = (
+            ""
+            if value_before is None or value_after is None
+            else f"{value_after - value_before:+.4g}"
+        )
+        table.add_row(
+            f"  {label}{f' ({unit})' if unit else ''}",
+            _number(value_before),
+            _number(value_after),
+            change,
+        )
     return table
 
 
@@ -71,7 +88,10 @@ def _rows(figures: Figures | None) -> Iterator[tuple[str, float | None]]:
     for percent in ("p50", "p99"):
         yield f"TTFT {percent} s", None if figures.ttft is None else getattr(figures.ttft, percent)
     for percent in ("p50", "p99"):
-        yield f"TPOT {percent} ms", None if figures.tpot is None else 1e3 * getattr(figures.tpot, percent)
+        yield (
+            f"TPOT {percent} ms",
+            None if figures.tpot is None else 1e3 * getattr(figures.tpot, percent),
+        )
     yield "hit ratio %", 100 * figures.hit_ratio
     yield "shed", float(figures.ends.get("shed", 0))
     yield "policy us", figures.pick_us

@@ -1,6 +1,7 @@
-"""Replay traffic through a fleet of mock TP groups on a virtual clock, behind the gateway's own policies and admission.
+"""Replay of traffic on a fleet of mock TP groups on a virtual clock, with the gateway's own
+policies and admission.
 
-Not here: readers of recorded traffic (planner/traces).
+Readers of recorded traffic are in planner/traces.
 """
 
 from planner.replay.fleet import replay

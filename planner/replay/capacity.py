@@ -1,4 +1,7 @@
-"""Capacity: the highest load at which a policy keeps its promises, found by bisection. Knows nothing of replays."""
+"""Capacity: the highest load at which a policy meets its target, by bisection.
+
+Independent of replays.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ STRIDE = 1.5
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """`load` at which attainment crosses `target`; `tried`: (load, attainment) of every run made for it, in order.
+    """The load at which attainment crosses `target`.
 
-    load 0.0: not even at the lowest load tried; the highest one where it held even there.
+    `tried`: (load, attainment) of every run, in order.
+
+    load 0.0: missed even at the lowest load tried. The highest load tried: met even there.
     """
 
     load: float
@@ -28,35 +33,36 @@ def capacity(
     least: float = 1 / 64,
     most: float = 64.0,
 ) -> Capacity:
-    """Bisect on a scale of ratios until the bracket is narrower than `tolerance`; the crossing is interpolated in it.
+    """Bisect loads on a logarithmic scale until the bracket is narrower than `tolerance`, then
+    interpolate.
 
-    `attainment(load)` is asked once per load. Attainment is taken to fall with load: where it wavers around the target,
-    one of the crossings is found.
+    `attainment(load)` is called once per load. Attainment is assumed to fall with load; where it
+    varies around the target, one of the crossings is returned.
     """
     known: dict[float, float] = {}
 
-    def holds(load: float) -> bool:
+    def meets_target(load: float) -> bool:
         known[load] = attainment(load)
         return known[load] >= target
 
     low = high = start
-    if holds(start):
+    if meets_target(start):
         while high < most:
             low, high = high, high * STRIDE
-            if not holds(high):
+            if not meets_target(high):
                 break
         else:
             return Capacity(high, target, tuple(known.items()))
     else:
         while low > least:
             high, low = low, low / STRIDE
-            if holds(low):
+            if meets_target(low):
                 break
         else:
             return Capacity(0.0, target, tuple(known.items()))
     while high / low > 1 + tolerance:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if meets_target(middle) else (low, middle)
     above, below = known[low], known[high]
     crossing = low * (high / low) ** ((above - target) / (above - below))
     return Capacity(crossing, target, tuple(known.items()))

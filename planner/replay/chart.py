@@ -1,4 +1,4 @@
-"""Line charts and bars as inline SVG: no scripts, no fonts, nothing from elsewhere. Values in, text out."""
+"""Line charts and bars as inline SVG, without scripts, fonts or external resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line: its name, its points in order of x, and its place among all names (for its colour)."""
+    """One line: name, points in order of x, and index of the name (for its colour)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -26,7 +26,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """An axis: what it says, its ends (None: those of the data, from 0), whether logarithmic, how numbers look."""
+    """An axis: label, ends (None: those of the data, from 0), logarithmic or not, number format."""
 
     label: str
     least: float | None = None
@@ -36,7 +36,7 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class _Scale:
-    """From values to places between two pixels."""
+    """Maps values to pixels."""
 
     def __init__(self, axis: Axis, values: Sequence[float], begin: float, end: float) -> None:
         self.axis, self._begin, self._end = axis, begin, end
@@ -50,19 +50,23 @@ class _Scale:
             self.most = max(self.most, self.least + 1e-9)
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         if self.axis.log:
-            share = (log10(max(value, self.least)) - log10(self.least)) / (log10(self.most) - log10(self.least))
+            share = (log10(max(value, self.least)) - log10(self.least)) / (
+                log10(self.most) - log10(self.least)
+            )
         else:
             share = (value - self.least) / (self.most - self.least)
         return self._begin + min(1.0, max(0.0, share)) * (self._end - self._begin)
 
     def ticks(self) -> list[float]:
-        """Where numbers stand."""
+        """Return the values of the tick marks."""
         if self.axis.log:
             decades = range(floor(log10(self.least)), ceil(log10(self.most)) + 1)
             many = len(decades) > 3
-            marks = [10.0**decade * step for decade in decades for step in ((1,) if many else (1, 2, 5))]
+            marks = [
+                10.0**decade * step for decade in decades for step in ((1,) if many else (1, 2, 5))
+            ]
             return [mark for mark in marks if self.least * 0.999 <= mark <= self.most * 1.001]
         step = _step((self.most - self.least) / 5)
         first = ceil(self.least / step - 1e-9)
@@ -70,17 +74,24 @@ class _Scale:
 
 
 def ink(place: int) -> tuple[str, str]:
-    """Colour and dash pattern of the n-th name: colours first, then their dashed kin."""
+    """Return colour and dash pattern of the n-th name: solid colours first, then dashed ones."""
     return INKS[place % len(INKS)], DASHES[place // len(INKS) % len(DASHES)]
 
 
-def chart(title: str, lines: Sequence[Series], x: Axis, y: Axis, rules: Sequence[tuple[float, str]] = ()) -> str:
-    """A line chart. `rules`: (value, name) of level lines, as targets are. Empty when there is nothing to draw."""
+def chart(
+    title: str, lines: Sequence[Series], x: Axis, y: Axis, rules: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Return a line chart as SVG; empty without points.
+
+    `rules`: (value, name) of horizontal lines, like targets.
+    """
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
     across = _Scale(x, [point[0] for point in points], LEFT, WIDTH - RIGHT)
-    up = _Scale(y, [point[1] for point in points] + [level for level, _ in rules], HEIGHT - BOTTOM, TOP)
+    up = _Scale(
+        y, [point[1] for point in points] + [level for level, _ in rules], HEIGHT - BOTTOM, TOP
+    )
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         *_grid(across, up),
@@ -91,13 +102,17 @@ def chart(title: str, lines: Sequence[Series], x: Axis, y: Axis, rules: Sequence
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</figure>"
 
 
-def bars(title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]) -> str:
-    """Level bars from 0 to the largest: (name, value, place of the name)."""
+def bars(
+    title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]
+) -> str:
+    """Return horizontal bars from 0 to the largest: (name, value, index of the name)."""
     if not values:
         return ""
     most = max(value for _, value, _ in values) or 1.0
     row, name_width = 24, 150
-    parts = [f'<svg viewBox="0 0 {WIDTH} {row * len(values) + 8}" role="img" aria-label="{escape(title)}">']
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {row * len(values) + 8}" role="img" aria-label="{escape(title)}">'
+    ]
     for number, (name, value, place) in enumerate(values):
         top, width = number * row + 4, value / most * (WIDTH - name_width - 70)
         parts.append(
@@ -109,7 +124,7 @@ def bars(title: str, values: Sequence[tuple[str, float, int]], write: Callable[[
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which line is whose, for all charts of a page."""
+    """Return the legend for all charts of a page."""
     keys = []
     for place, name in enumerate(names):
         colour, dash = ink(place)
@@ -122,16 +137,16 @@ def legend(names: Sequence[str]) -> str:
 def _grid(across: _Scale, up: _Scale) -> list[str]:
     parts = []
     for mark in up.ticks():
-        at = up.at(mark)
+        pixel = up.at(mark)
         parts.append(
-            f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
-            f'<text x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(up.axis.write(mark))}</text>'
+            f'<line class="grid" x1="{LEFT}" y1="{pixel:.1f}" x2="{WIDTH - RIGHT}" y2="{pixel:.1f}"/>'
+            f'<text x="{LEFT - 7}" y="{pixel + 4:.1f}" text-anchor="end">{escape(up.axis.write(mark))}</text>'
         )
     for mark in across.ticks():
-        at, told = across.at(mark), escape(across.axis.write(mark))
+        pixel, label = across.at(mark), escape(across.axis.write(mark))
         parts.append(
-            f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{told}</text>'
+            f'<line class="grid" x1="{pixel:.1f}" y1="{TOP}" x2="{pixel:.1f}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{pixel:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>'
         )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
@@ -143,10 +158,10 @@ def _grid(across: _Scale, up: _Scale) -> list[str]:
     return parts
 
 
-def _rule(at: float, name: str) -> str:
+def _rule(pixel: float, name: str) -> str:
     return (
-        f'<line class="rule" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
-        f'<text class="rule" x="{WIDTH - RIGHT - 4}" y="{at - 4:.1f}" text-anchor="end">{escape(name)}</text>'
+        f'<line class="rule" x1="{LEFT}" y1="{pixel:.1f}" x2="{WIDTH - RIGHT}" y2="{pixel:.1f}"/>'
+        f'<text class="rule" x="{WIDTH - RIGHT - 4}" y="{pixel - 4:.1f}" text-anchor="end">{escape(name)}</text>'
     )
 
 
@@ -160,13 +175,15 @@ def _line(line: Series, across: _Scale, up: _Scale) -> str:
         return drawn
     dots = []
     for (x, y), (left, above) in zip(places, line.points, strict=True):
-        told = f"{escape(line.name)}: {escape(across.axis.write(left))}, {escape(up.axis.write(above))}"
-        dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{told}</title></circle>')
+        label = f"{escape(line.name)}: {escape(across.axis.write(left))}, {escape(up.axis.write(above))}"
+        dots.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{label}</title></circle>'
+        )
     return drawn + "".join(dots)
 
 
 def _step(rough: float) -> float:
-    """The nearest of 1, 2, 2.5 and 5 times a power of ten at or above."""
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `rough`."""
     if rough <= 0:
         return 1.0
     power = 10.0 ** floor(log10(rough))
@@ -174,6 +191,6 @@ def _step(rough: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """A round number at or above."""
+    """Return a round number that is at least `value`."""
     step = _step(value / 5) if value > 0 else 1.0
     return step * ceil(value / step - 1e-9)

@@ -1,6 +1,7 @@
-"""`penstock replay`: options to a Contest, and its outcome to the terminal, as JSON or as a page.
+"""`penstock replay`: options to a Comparison, and its result to the terminal, as JSON or as a page.
 
-Exit status: 0 done, 1 a file could not be read, nothing was served, or a capacity could not be judged, 2 wrong usage.
+Exit status: 0 success; 1 a file could not be read, nothing was served, or a capacity could not be
+determined; 2 usage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner.files import writable
+from planner.output_files import writable
 from planner.replay import arguments
 from planner.replay.options import Clients, Options
 from planner.replay.record import End
@@ -24,39 +25,76 @@ from planner.replay.sweep import Contest, Standing, Unjudged, compare
 from planner.replay.tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 from policies.registry import PolicyConfigError
 
 _EXPECTED = 350
 
-Trace = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it.")]
-Fleet = Annotated[str, typer.Option(help="F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file.")]
+Trace = Annotated[
+    Path,
+    typer.Argument(exists=True, dir_okay=False, help="Recorded traffic, or a .yaml mix of it."),
+]
+Fleet = Annotated[
+    str, typer.Option(help="F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file.")
+]
 Policies = Annotated[str, typer.Option("--policy", metavar="A,B,...", help="Policies to compare.")]
-Door = Annotated[str, typer.Option("--admission", help="Who may enter: none, cap, ... (docs/admission.md).")]
-Rates = Annotated[str | None, typer.Option("--rate", metavar="X,...", help="Rates relative to the recorded one (1).")]
+Door = Annotated[
+    str, typer.Option("--admission", help="Admission: none, cap, ... (docs/admission.md).")
+]
+Rates = Annotated[
+    str | None,
+    typer.Option("--rate", metavar="X,...", help="Rates relative to the recorded one (1)."),
+]
 Users = Annotated[
-    str | None, typer.Option("--users", metavar="N,...", help="Closed loop: users going through sessions.")
+    str | None,
+    typer.Option("--users", metavar="N,...", help="Closed loop: users going through sessions."),
 ]
 Targets = Annotated[
-    str | None, typer.Option("--capacity", metavar="90,99", help="Find the load of these attainments, %.")
+    str | None,
+    typer.Option(
+        "--capacity", metavar="90,99", help="Find the load that has these attainments, %."
+    ),
 ]
 Slos = Annotated[str, typer.Option("--slo", help="ttft=2s,tpot=50ms, or a YAML file of classes.")]
 Faults = Annotated[str, typer.Option("--faults", help=arguments.FAULTS)]
-Format = Annotated[str | None, typer.Option("--format", help=f"{', '.join(READERS)}; seen from the file unless given.")]
-From = Annotated[str, typer.Option("--from", metavar="TIME", help="Only requests recorded from here on.")]
-To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="... and before this.")]
-Warmup = Annotated[str, typer.Option("--warmup", metavar="TIME", help="Requests before it do not count.")]
-For = Annotated[str | None, typer.Option("--for", metavar="TIME", help="End of closed loops (20m with --users).")]
-Retries = Annotated[int, typer.Option(min=0, max=100, help="How often clients come again after a 429.")]
-Stubborn = Annotated[bool, typer.Option("--ignore-retry-after", help="Clients come again when they like.")]
-Patience = Annotated[
-    str | None, typer.Option("--patience", metavar="TIME", help="Clients give up without a first token.")
+Format = Annotated[
+    str | None,
+    typer.Option("--format", help=f"{', '.join(READERS)}; detected from the file by default."),
 ]
-Expected = Annotated[int, typer.Option(min=1, help="Output tokens that the gateway expects of a request.")]
-Seed = Annotated[int, typer.Option(help="Of everything random: the same seed replays the same.")]
+From = Annotated[
+    str, typer.Option("--from", metavar="TIME", help="Only requests recorded from this time on.")
+]
+To = Annotated[str | None, typer.Option("--to", metavar="TIME", help="... and before this.")]
+Warmup = Annotated[
+    str, typer.Option("--warmup", metavar="TIME", help="Requests before this time do not count.")
+]
+For = Annotated[
+    str | None,
+    typer.Option("--for", metavar="TIME", help="End of closed loops (20m with --users)."),
+]
+Retries = Annotated[int, typer.Option(min=0, max=100, help="How often clients retry after a 429.")]
+Stubborn = Annotated[
+    bool, typer.Option("--ignore-retry-after", help="Clients retry after their own back-off.")
+]
+Patience = Annotated[
+    str | None,
+    typer.Option(
+        "--patience", metavar="TIME", help="Clients give up after this time without a first token."
+    ),
+]
+Expected = Annotated[
+    int, typer.Option(min=1, help="Output tokens that the gateway expects of a request.")
+]
+Seed = Annotated[int, typer.Option(help="Random seed: equal seeds give equal replays.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Report = Annotated[
-    Path | None, typer.Option("--report", dir_okay=False, callback=writable, help="Write a page with charts here.")
+    Path | None,
+    typer.Option(
+        "--report",
+        dir_okay=False,
+        callback=writable,
+        help="Write an HTML page with charts to this file.",
+    ),
 ]
 
 
@@ -83,18 +121,17 @@ def replay(
     as_json: AsJson = False,
     report: Report = None,
 ) -> None:
-    """Try policies on recorded traffic: mock TP groups on a virtual clock, behind the gateway's own decisions."""
+    """Compare policies on recorded traffic: mock TP groups on a virtual clock, real decisions."""
     try:
-        clients = Clients(retries, not ignore_retry_after, None if patience is None else arguments.seconds(patience))
-        standard, classes = arguments.classes(slo)
-        options = Options(seed, expected_output=expected_output, standard=standard, classes=classes, clients=clients)
-        until = arguments.seconds(for_) if for_ is not None else 1200.0 if users is not None else None
-        options = msgspec.structs.replace(options, horizon_s=until)
+        patience_s = None if patience is None else arguments.seconds(patience)
+        clients = Clients(retries, not ignore_retry_after, patience_s)
+        options = Options(seed, expected_output=expected_output, clients=clients)
+        options = _with_times(options, slo, for_, has_users=users is not None)
         spec, options = arguments.troubled(faults, _fleet(fleet), options)
         contest = Contest(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),
-            policies=_known(policy),
+            policies=_policy_names(policy),
             admission=None if admission == "none" else admission,
             loads=tuple(arguments.loads(users or rate or "1")),
             by_users=users is not None,
@@ -102,13 +139,13 @@ def replay(
             warmup_s=arguments.seconds(warmup),
             options=options,
         )
-        _checked(contest, both=users is not None and rate is not None)
+        _check(contest, both=users is not None and rate is not None)
     except (arguments.ArgumentError, FleetError, PolicyConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     except TraceError as error:
         typer.echo(f"penstock replay: {error}", err=True)
         raise typer.Exit(1) from None
-    standing = _carried_out(contest, quiet=as_json)
+    standing = _run(contest, quiet=as_json)
     if report is not None:
         report.write_text(page(standing, trace.name))
     _print(standing, as_json)
@@ -119,8 +156,17 @@ def replay(
     raise typer.Exit(0 if served and not missing else 1)
 
 
+def _with_times(options: Options, slo: str, for_: str | None, has_users: bool) -> Options:
+    """Set the service classes, and the horizon, which closed loops have by default."""
+    standard, classes = arguments.classes(slo)
+    horizon_s = 1200.0 if has_users else None
+    if for_ is not None:
+        horizon_s = arguments.seconds(for_)
+    return msgspec.structs.replace(options, standard=standard, classes=classes, horizon_s=horizon_s)
+
+
 def _fleet(text: str) -> FleetSpec:
-    """A preset, unless it is a file."""
+    """Return the preset of this name, or the fleet in this file."""
     path = Path(text)
     return read_fleet(path) if path.suffix in (".yaml", ".yml", ".json") else preset(text)
 
@@ -129,45 +175,49 @@ def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list
     span = arguments.seconds(from_), None if to is None else arguments.seconds(to)
     requests = sliced(read_trace(trace, kind), *span)
     if not requests:
-        raise TraceError(f"{trace}: no request from {from_} to {to or 'its end'}")
+        raise TraceError(f"{trace}: no request from {from_} to {to or 'the end'}")
     return requests
 
 
-def _known(text: str) -> tuple[str, ...]:
+def _policy_names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         registry.build(name, {})
     if not names:
-        raise arguments.ArgumentError("--policy names at least one policy")
+        raise arguments.ArgumentError("--policy needs at least one name")
     return names
 
 
-def _checked(contest: Contest, both: bool) -> None:
+def _check(contest: Contest, both: bool) -> None:
     if both:
-        raise arguments.ArgumentError("--rate is for open arrivals, --users for closed loops: give one of them")
+        raise arguments.ArgumentError(
+            "--rate (open loop) and --users (closed loop) exclude each other"
+        )
     if any(target >= 1 for target in contest.targets):
-        raise arguments.ArgumentError("--capacity takes attainments in percent, below 100")
+        raise arguments.ArgumentError("--capacity takes percentages below 100")
     if contest.admission is not None:
         build_admission(contest.admission, {})
 
 
-def _carried_out(contest: Contest, quiet: bool) -> Standing:
+def _run(contest: Contest, quiet: bool) -> Standing:
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         return compare(contest)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("replay", total=1.0)
-        return compare(contest, lambda name, share: bar.update(task, description=name, completed=share))
+        return compare(
+            contest, lambda name, share: bar.update(task, description=name, completed=share)
+        )
 
 
 def _missing(standing: Standing) -> list[str]:
-    """Whose capacity could not be judged, and why."""
+    """Return which capacities could not be determined, and why."""
     return [
-        f"{name}: no capacity at {each.target:.0%}: {each.reason}; a shorter --warmup leaves some"
-        for name, found in standing.capacities.items()
-        for each in found
-        if isinstance(each, Unjudged)
+        f"{name}: no capacity at {capacity.target:.0%}: {capacity.reason}; use a shorter --warmup"
+        for name, results in standing.capacities.items()
+        for capacity in results
+        if isinstance(capacity, Unjudged)
     ]
 
 
@@ -179,13 +229,15 @@ def _print(standing: Standing, as_json: bool) -> None:
     for each in figure_tables(HEADS, [cells_of(point) for point in standing.points], console.width):
         console.print(each)
     for number, target in enumerate(standing.contest.targets):
-        loads = [(name, standing.capacities[name][number].load) for name in standing.contest.policies]
+        loads = [
+            (name, standing.capacities[name][number].load) for name in standing.contest.policies
+        ]
         rows = [[name, "–" if load is None else f"{load:.3g}"] for name, load in loads]
         console.print(table(("policy", f"capacity at {target:.0%}"), rows))
 
 
 def as_plain(standing: Standing) -> dict[str, Any]:
-    """The outcome as JSON: figures by policy and load, capacities; no single requests."""
+    """Return the result as JSON: figures by policy and load, and capacities; no single requests."""
     contest = standing.contest
     return {
         "schema": "penstock-replay/1",
@@ -193,6 +245,8 @@ def as_plain(standing: Standing) -> dict[str, Any]:
         "requests": len(contest.requests),
         "admission": contest.admission or "none",
         "options": contest.options,
-        "points": [{"policy": p.policy, "load": p.load, "figures": p.figures} for p in standing.points],
+        "points": [
+            {"policy": p.policy, "load": p.load, "figures": p.figures} for p in standing.points
+        ],
         "capacities": standing.capacities,
     }

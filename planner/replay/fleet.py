@@ -1,10 +1,11 @@
-"""The virtual clock: traffic in, mock TP groups behind the gateway's own decisions, a record per request out.
+"""The virtual clock: traffic in, mock TP groups behind the gateway's own decisions, one record per
+request out.
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
-Events lie on one heap; nothing waits and nothing sleeps, and an equal seed gives an equal run. Who is let in and comes
-again is door.py's, what the gateway believes and decides front.py's, what a group computes engine.py's, split requests
-are halves.py's.
+All events are in one heap; nothing waits or sleeps, and an equal seed gives an equal run. Admission
+and retries are in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's
+computation in engine.py, split requests in disagg_sim.py.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from mockgpu.handoff.legs import Take
 from mockgpu.job import Job, State
-from planner.replay.chain import Ideal, keys_of
-from planner.replay.door import Door
-from planner.replay.flight import Flight
-from planner.replay.front import Front
+from mockgpu.leg_params import Take
+from planner.replay.admission_sim import Door
+from planner.replay.block_chain import Ideal, keys_of
+from planner.replay.disagg_sim import Halves
+from planner.replay.fault_events import Happenings
+from planner.replay.gateway_sim import Front
 from planner.replay.group import Group
-from planner.replay.halves import Halves
-from planner.replay.happenings import Happenings
-from planner.replay.hedges import Hedges
+from planner.replay.hedge_sim import Hedges
+from planner.replay.inflight import Flight
 from planner.replay.options import Options, View
 from planner.replay.record import End, Record, Run
 from planner.replay.spec import FleetSpec
-from planner.replay.speeds import Speeds
+from planner.replay.speed_monitor_sim import Speeds
 from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
-from policies.admission import Admission, WaitingRoom
+from policies.admission.admission import Admission, WaitingRoom
+from policies.admission.fairness import FairShares
+from policies.admission.wait_queue import Room
 from policies.contract import Policy
-from policies.fairness import FairShares
 from policies.model import Ask, Candidate, Pick, Role
-from policies.waiting import Room
 
 MOST_TRIES = 3
-"""Groups that one request is given before its first token, as the gateway's retries do."""
+"""Attempts of one request before its first token, like the gateway's retries."""
 
 
 def replay(
@@ -52,17 +53,19 @@ def replay(
     shares: FairShares | None = None,
     watch: Callable[[float, int], None] | None = None,
 ) -> Run:
-    """Replay the traffic on a cold fleet. `policy` and `admission` learn, so build them anew for every replay.
+    """Replay the traffic on a cold fleet.
 
-    admission None: everybody is let in at once, whatever the groups' caps.
-    `watch` is told (clock, requests over) at every end of one.
+    `policy` and `admission` learn, so build new ones for every replay.
+
+    admission None: every request enters at once, whatever the groups' caps. `watch` is called with
+    (clock, finished requests) at every end of a request.
     """
     room = None if admission is None else Room[int](admission, limits, shares)
     return Fleet(spec, traffic, policy, room, options or Options(), watch).run()
 
 
 class Fleet:
-    """One replay under way. Sole owner of the heap, the flights and the groups."""
+    """One running replay. Owner of the event heap, the requests and the groups."""
 
     def __init__(
         self,
@@ -77,10 +80,18 @@ class Fleet:
         self._spec, self._traffic, self._watch = spec, traffic, watch
         rooflines = {kind: kind.roofline() for kind in set(spec.groups)}
         self.groups = [
-            Group(slot, kind, rooflines[kind], spec.block_tokens, self, options.leaping, capped=room is not None)
+            Group(
+                slot,
+                kind,
+                rooflines[kind],
+                spec.block_tokens,
+                self,
+                options.leaping,
+                capped=room is not None,
+            )
             for slot, kind in enumerate(spec.groups)
         ]
-        self.front = Front(policy, self.groups, options, spec.block_tokens)
+        self.front = Front(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.halves = Halves(self, spec.split, policy) if split else None
         self.door = Door(self, room)
@@ -100,7 +111,7 @@ class Fleet:
         return len(self._records)
 
     def run(self) -> Run:
-        """Everything, to the last token or the horizon."""
+        """Process all events, to the last token or the horizon."""
         began = perf_counter()
         self._prepare()
         heap, horizon_s = self._heap, self.options.horizon_s
@@ -112,63 +123,86 @@ class Fleet:
         return self._report(perf_counter() - began)
 
     def at(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Have something happen then; what is due at one moment happens in the order in which it was said."""
+        """Schedule an event.
+
+        Events of the same moment run in the order in which they were scheduled.
+        """
         self._order += 1
         heappush(self._heap, (when_s, self._order, act, what))
 
     def _prepare(self) -> None:
-        for one in sorted(self._traffic.arrivals, key=lambda one: one.arrival_s):
-            self._due(one.arrival_s, one, None)
+        for request in sorted(self._traffic.arrivals, key=lambda request: request.arrival_s):
+            self._schedule_arrival(request.arrival_s, request, None)
         for loop in self._traffic.loops:
-            self._next(loop.begins_s, loop.requests(), first=True)
+            self._schedule_next(loop.begins_s, loop.requests(), first=True)
         Happenings(self).announce()
         self.door.open()
         self.speeds.open()
 
-    def _due(self, when_s: float, one: TraceRequest, rest: Iterator[TraceRequest] | None) -> None:
+    def _schedule_arrival(
+        self, when_s: float, request: TraceRequest, remaining: Iterator[TraceRequest] | None
+    ) -> None:
         self.under_way += 1
-        self.at(when_s, self._arrive, (one, rest))
+        self.at(when_s, self._arrive, (request, remaining))
 
-    def _next(self, now: float, rest: Iterator[TraceRequest], first: bool = False) -> None:
-        """The next request of a closed loop, if there is one."""
-        one = next(rest, None)
-        if one is not None:
-            self._due(now if first else now + (one.think_s or 0.0), one, rest)
+    def _schedule_next(
+        self, now: float, remaining: Iterator[TraceRequest], first: bool = False
+    ) -> None:
+        """Schedule the next request of a closed loop, if there is one."""
+        request = next(remaining, None)
+        if request is not None:
+            self._schedule_arrival(
+                now if first else now + (request.think_s or 0.0), request, remaining
+            )
 
-    def _arrive(self, now: float, what: tuple[TraceRequest, Iterator[TraceRequest] | None]) -> None:
-        one, rest = what
+    def _arrive(
+        self, now: float, event: tuple[TraceRequest, Iterator[TraceRequest] | None]
+    ) -> None:
+        trace_request, remaining = event
         options = self.options
-        slo = options.classes.get(one.slo, options.standard)
-        record = Record(len(self._records), now, one.input_tokens, one.output_tokens, slo, one.tenant, one.session)
+        slo = options.classes.get(trace_request.slo, options.standard)
+        record = Record(
+            len(self._records),
+            now,
+            trace_request.input_tokens,
+            trace_request.output_tokens,
+            slo,
+            trace_request.tenant,
+            trace_request.session,
+        )
         self._records.append(record)
-        keys = keys_of(one, self._spec.block_tokens)
-        request = self.front.request(record, one)
-        flight = Flight(record, one, request, keys, self.front.fingerprint(request, keys), rest)
-        if self._fits(one):
+        keys = keys_of(trace_request, self._spec.block_tokens)
+        request = self.front.request(record, trace_request)
+        flight = Flight(
+            record, trace_request, request, keys, self.front.fingerprint(request, keys), remaining
+        )
+        if self._fits(trace_request):
             self.door.arrive(now, flight)
         else:
             self.over_with(now, flight, End.SHED, "too_long")
 
-    def _fits(self, one: TraceRequest) -> bool:
-        """Whether there are groups whose KV could hold the request, whole or in halves."""
+    def _fits(self, request: TraceRequest) -> bool:
+        """Return whether there are groups whose KV could hold the request, whole or split."""
         if self.halves is None:
-            return bool(self.front.fitting(one))
-        pools = self.halves.fitting(one)
+            return bool(self.front.fitting(request))
+        pools = self.halves.fitting(request)
         return bool(pools.alone or pools.groups)
 
-    # To a group
+    # Sending to a group
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> None:
-        """Pick and book in one go, as the gateway does; then the request is on its way to the engine."""
-        if self.halves is not None and self.halves.serve(now, flight, ask):
+    def serve(self, now: float, flight: Flight, query: Ask) -> None:
+        """Pick a group and book the request in one step, as the gateway does, then send it to the
+        engine.
+        """
+        if self.halves is not None and self.halves.serve(now, flight, query):
             return
-        chosen = self.front.pick(ask, self._alone(flight.one))
-        if chosen is None:
+        pick = self.front.pick(query, self._single_candidates(flight.one))
+        if pick is None:
             self.door.nobody(now, flight)
             return
-        group = self.groups[chosen.candidate.load.slot]
-        self.door.booked(ask, chosen)
-        self.start(now, flight, group, chosen)
+        group = self.groups[pick.candidate.load.slot]
+        self.door.booked(query, pick)
+        self.start(now, flight, group, pick)
         assert flight.entry is not None
         flight.record.predicted_ttft_s = flight.entry.predicted_ttft_s
         flight.record.predicted_tpot_s = flight.entry.predicted_tpot_s
@@ -181,14 +215,21 @@ class Fleet:
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.is_overtaken = False
         group.speed.sent(max(1, flight.one.input_tokens - flight.believed), now)
-        self.send(now, flight, group, pick, Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys))
+        job = Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys)
+        self.send(now, flight, group, pick, job)
 
-    def _alone(self, one: TraceRequest) -> Sequence[Candidate]:
-        """Groups that could serve the whole of it."""
-        return self.front.fitting(one) if self.halves is None else self.halves.fitting(one).alone
+    def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
+        """Return the groups that could serve the whole request."""
+        return (
+            self.front.fitting(request)
+            if self.halves is None
+            else self.halves.fitting(request).alone
+        )
 
     def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
-        """A job to a group: the index learns, and the engine has it after what the API costs."""
+        """Send a job to a group: update the index, and let the engine have it after the API
+        latency.
+        """
         if flight.record.entered_s is None:
             flight.record.entered_s = now
             flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
@@ -201,15 +242,18 @@ class Fleet:
         self.at(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[Group, Job]) -> None:
-        """A job reaches the engine's queue, if it is still wanted there."""
+        """Put a job into the engine's queue, unless it was withdrawn."""
         group, job = what
         if job in self.flights:
             group.engine.scheduler.add(job)
             self.wake(now, group)
 
     def wake(self, now: float, group: Group) -> None:
-        """Have an engine look at its queue: at the end of its present step, or at once but after all else that is due
-        now, so that what came together begins together."""
+        """Make an engine look at its queue: at the end of its current step, or now if idle.
+
+        An idle engine wakes after all other events of this moment, so that simultaneous jobs start
+        together.
+        """
         if group.engine.due_s == inf:
             self.at(now, self._woken, group)
         else:
@@ -222,7 +266,7 @@ class Fleet:
             self.watch(group)
 
     def watch(self, group: Group) -> None:
-        """An engine's next event lies on the heap."""
+        """Put the engine's next event on the heap."""
         due_s = group.engine.due_s
         if due_s != group.watched_s:
             group.watched_s = due_s
@@ -235,10 +279,10 @@ class Fleet:
             group.engine.advance(now)
             self.watch(group)
 
-    # What becomes of it
+    # Results
 
     def began(self, group: Group, job: Job, now: float) -> None:
-        """A job's first token."""
+        """Handle a job's first token."""
         flight = self.flights[job]
         if flight.race is not None:
             flight = self.hedges.decide(now, flight)
@@ -259,19 +303,19 @@ class Fleet:
             record.cached_tokens = job.cached
 
     def fetch(self, group: Group, job: Job, now: float) -> None:
-        """A job whose KV comes from elsewhere has got its blocks."""
+        """Handle that a job whose KV comes from another group has its blocks allocated."""
         assert self.halves is not None
         self.halves.fetch(group, job, now)
 
     def computed(self, flight: Flight) -> None:
-        """Its keys are in a cache, or never will be: nobody waits for them any more."""
+        """Remove the request's keys from those its group is about to compute."""
         if flight.expected:
             flight.expected = False
             assert flight.group is not None
             flight.group.expect_no_more(flight.keys)
 
     def ended(self, group: Group, job: Job, now: float) -> None:
-        """A job's last token."""
+        """Handle a job's last token."""
         flight = self.flights.pop(job)
         if job.keep:
             assert self.halves is not None
@@ -292,7 +336,7 @@ class Fleet:
         self.over_with(now, flight, End.SERVED, "")
 
     def over_with(self, now: float, flight: Flight, end: End, reason: str) -> None:
-        """The one place where a request ends."""
+        """End a request. This is the only place where one ends."""
         flight.over = True
         record = flight.record
         record.end, record.reason = end, reason
@@ -303,10 +347,10 @@ class Fleet:
             self._watch(now, self._over)
         self.door.left(now, flight)
         if flight.rest is not None:
-            self._next(now, flight.rest)
+            self._schedule_next(now, flight.rest)
 
     def withdraw(self, now: float, flight: Flight) -> None:
-        """Take a request back from wherever it is; what was computed of it is wasted."""
+        """Cancel a request wherever it is; what was computed for it is wasted."""
         job, group = flight.job, flight.group
         if flight.race is not None:
             self.hedges.end_race(now, flight)
@@ -319,10 +363,19 @@ class Fleet:
                 scheduler.let_go(job)
                 self.wake(now, group)
             if group.alive:
-                self.front.unlearn(flight.fingerprint, group.load.slot, flight.believed, flight.request.prompt_tokens)
+                self.front.unlearn(
+                    flight.fingerprint,
+                    group.load.slot,
+                    flight.believed,
+                    flight.request.prompt_tokens,
+                )
         if self.halves is not None:
             self.halves.withdraw(now, flight)
-        is_awaited = flight.record.first_s is None and not flight.record.prefilled_by and not flight.is_overtaken
+        is_awaited = (
+            flight.record.first_s is None
+            and not flight.record.prefilled_by
+            and not flight.is_overtaken
+        )
         if group is not None and is_awaited:
             group.speed.dropped(max(1, flight.one.input_tokens - flight.believed))
         if flight.entry is not None:
@@ -331,7 +384,7 @@ class Fleet:
         flight.job = flight.group = None
 
     def failed(self, now: float, flight: Flight, group: Group) -> None:
-        """Its group has died: elsewhere if nothing was said yet, else its answer is broken."""
+        """Retry a request after its group died, or end it if its answer had begun."""
         self.withdraw(now, flight)
         if flight.is_hedge:
             return
@@ -340,7 +393,7 @@ class Fleet:
             self.over_with(now, flight, End.LOST, "engine_dead")
             return
         flight.record.moved += 1
-        self.serve(now, flight, self.front.ask(flight, now))
+        self.serve(now, flight, self.front.query(flight, now))
 
     def _report(self, wall_s: float) -> Run:
         for group in self.groups:

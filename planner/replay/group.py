@@ -1,4 +1,7 @@
-"""One group of the replayed fleet: its engine, what the gateway knows of it, its link. No decisions."""
+"""One group of the replayed fleet: its engine, the gateway's view of it, and its link.
+
+No decisions.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,36 @@ from mockgpu.roofline import Roofline
 from planner.replay.engine import Engine
 from planner.replay.record import GroupTotals
 from planner.replay.spec import Kind
-from policies.latency import Belief, Shape, shape_for
-from policies.model import Candidate, Endpoint, EndpointLoad, Layout
-from policies.speed_record import SpeedRecord
+from policies.engine.step_time import Belief, Shape, shape_for
+from policies.health.speed_record import SpeedRecord
+from policies.load import EndpointLoad
+from policies.model import Candidate, Endpoint, Layout
 
 UNCAPPED = 1 << 30
 
 
 class Listener(Protocol):
-    """Who is told what becomes of jobs: the fleet."""
+    """Receives the events of jobs; implemented by the fleet."""
 
     def began(self, group: Group, job: Job, now: float) -> None:
-        """A job's first token."""
+        """Handle a job's first token."""
         ...
 
     def ended(self, group: Group, job: Job, now: float) -> None:
-        """A job's last token."""
+        """Handle a job's last token."""
         ...
 
     def fetch(self, group: Group, job: Job, now: float) -> None:
-        """A job whose KV comes from elsewhere has got its blocks."""
+        """Handle that a job whose KV comes from another group has its blocks allocated."""
         ...
 
 
 class Group:
-    """A TP group. `watched_s`: the moment for which an event of its engine lies on the heap.
+    """A TP group. `watched_s`: time of its engine's event on the heap.
 
-    coming                   keys of prompts that it was given and has not computed, with how many prompts they are of
-    sends_at_s, receives_at_s  when its link is free again, in either direction
+    coming                   keys of prompts it was sent and has not computed, with the number of
+                             such prompts
+    sends_at_s, receives_at_s  when its link is free again, in each direction
     """
 
     __slots__ = (
@@ -95,7 +100,7 @@ class Group:
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
     def new_engine(self) -> Engine:
-        """An engine that holds nothing, as after a start."""
+        """Return an engine with an empty cache."""
         engine = Engine(
             self.roofline,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
@@ -110,42 +115,42 @@ class Group:
         return engine
 
     def renew(self) -> None:
-        """Come up with an engine that holds nothing."""
+        """Restart with an empty engine."""
         self.engine = self.new_engine()
         self.watched_s = inf
 
     def count(self) -> None:
-        """Add what the engine did to the totals; once, when it is done with."""
+        """Add the engine's counters to the totals; called once per engine."""
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """It will compute these."""
+        """Count keys that it is about to compute."""
         self.coming.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """It has computed these, or never will."""
+        """Remove keys that it has computed or never will."""
         coming = self.coming
         for key in keys:
-            left = coming[key] - 1
-            if left > 0:
-                coming[key] = left
+            count = coming[key] - 1
+            if count > 0:
+                coming[key] = count
             else:
                 del coming[key]
 
     def holds(self, keys: tuple[int, ...], limit: int) -> int:
-        """How many of the first `limit` keys it has cached or will have computed soon."""
-        pool, coming, held = self.engine.scheduler.pool, self.coming, 0
-        while held < limit:
-            here = pool.hits(keys[held:limit], limit - held)
-            held += here
-            soon = held
-            while soon < limit and keys[soon] in coming:
-                soon += 1
-            if soon == held:
-                return held
-            held = soon
-        return held
+        """Return how many of the first `limit` keys it has cached or will have computed soon."""
+        pool, coming, matched = self.engine.scheduler.pool, self.coming, 0
+        while matched < limit:
+            hits = pool.hits(keys[matched:limit], limit - matched)
+            matched += hits
+            matched_soon = matched
+            while matched_soon < limit and keys[matched_soon] in coming:
+                matched_soon += 1
+            if matched_soon == matched:
+                return matched
+            matched = matched_soon
+        return matched
 
 
 def _prior(kind: Kind) -> Shape:

@@ -1,4 +1,6 @@
-"""What a replay may be told besides fleet, traffic and policy: classes, clients, faults, how stale the view is."""
+"""Options of a replay other than fleet, traffic and policy: classes, clients, faults, and the age
+of the metrics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from policies.model import STANDARD, Slo
 
 
 class View(StrEnum):
-    """Where the gateway's knowledge of prefix caches comes from: its own index, or the engines' true state."""
+    """Source of the gateway's knowledge of prefix caches: its own index, or the engines' true
+    state.
+    """
 
     INDEX = "index"
     EXACT = "exact"
@@ -21,10 +25,11 @@ class View(StrEnum):
 class Clients(msgspec.Struct, frozen=True):
     """What clients do when refused or kept waiting.
 
-    retries     how often one comes again after a 429 (OpenAI's SDKs: 2)
-    obey        whether they wait as long as Retry-After says; else, and where nothing was said, 0.5 s doubled each
-                time up to 8 s, less up to a quarter by chance, as those SDKs do
-    patience_s  for how long one waits for its first token before it gives up; it says so in advance (deadline)
+    retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
+    obey        whether it waits for Retry-After. Otherwise, and without that header, it waits 0.5
+                s, doubled each time up to 8 s, minus up to a quarter at random, like those SDKs
+    patience_s  how long it waits for its first token before it gives up; sent in advance as the
+                deadline
     """
 
     retries: int = 0
@@ -33,16 +38,20 @@ class Clients(msgspec.Struct, frozen=True):
 
 
 class Trouble(StrEnum):
-    """What may befall a group."""
+    """What may happen to a group."""
 
-    LOSE = "lose"  # a rank falls out: all jobs fail at once, the group is back empty after `for_s`
+    # a rank fails: all jobs fail at once, and the group is back, empty, after `for_s`
+    LOSE = "lose"
     SLOW = "slow"  # all steps take `factor` times as long for `for_s`
-    DRAIN = "drain"  # an operator has it get nothing new for `for_s`; it finishes what it has and keeps its cache
+    DRAIN = "drain"  # an operator drains it for `for_s`: it finishes its jobs and keeps its cache
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that befalls one group (by place in the fleet) at a moment. `for_s` None: for ever. `only`: a slow
-    group is so at steps with prompt tokens (prefill), at those without (decode), or at both if it is empty."""
+    """An event at one group (by index) at a moment.
+
+    for_s None: permanent. `only`: slow steps are those with prompt tokens (prefill), those without
+    (decode), or both if empty.
+    """
 
     at_s: float
     group: int
@@ -55,14 +64,17 @@ class Fault(msgspec.Struct, frozen=True):
 class Options(msgspec.Struct, frozen=True):
     """How a fleet is replayed.
 
-    expected_output  output tokens that the gateway expects of a request; None: clients say max_tokens, and mean it
-    scrape_s         how often engines' metrics are read; None: never. `scrape_age_s`: how old they are when they arrive
-    lost_events      share of what the index would have learnt that never reaches it, 0 to 1
-    horizon_s        closed loops send nothing after it, and what is not over by then is cut; None: to the last token
-    leaping          False: every decode step by itself, to compare
-    slow_start_s     how long a group that comes up is given fewer requests at once while others have room
-    slow_factor      how many times as long as its peers a group must take to be ejected as slow; 0: none is
-    hedge_share      hedges as a share of all requests, at most; 0: none. Only where slow groups are looked for
+    expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
+                     and use all of it
+    scrape_s         interval of metric scrapes; None: never. `scrape_age_s`: their age on arrival
+    lost_events      share of index updates that are lost, 0 to 1
+    horizon_s        closed loops send nothing after it, and unfinished requests are cut; None: run
+                     to the last token
+    leaping          False: simulate every decode step separately, for comparison
+    slow_start_s     how long a new group gets fewer concurrent requests while others have room
+    slow_factor      ratio to its peers at which a group is ejected as slow; 0: never
+    hedge_share      maximum of hedges as a share of all requests; 0: none. Only while slow groups
+                     are looked for
     classes          service classes by name; a request without a known one is STANDARD
     """
 

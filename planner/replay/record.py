@@ -1,4 +1,4 @@
-"""What is kept of one request and of one run. Counters and values; what they amount to is figures.py's."""
+"""The record of one request and of one run. Values only; they are evaluated in planner/replay/results.py."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ class End(StrEnum):
     """How a request ended. Every arrival ends in exactly one of these ways."""
 
     SERVED = "served"
-    SHED = "shed"  # refused, and its client did not come again
-    LOST = "lost"  # its group died under its answer, or nobody was left to serve it
-    LEFT = "left"  # its client gave up waiting
-    CUT = "cut"  # the replay ended before it did
+    SHED = "shed"  # refused, and its client did not retry
+    LOST = "lost"  # its group died during its answer, or no group could serve it
+    LEFT = "left"  # its client gave up
+    CUT = "cut"  # the replay ended first
 
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client saw it. Moments are on the replay's clock; None: it never came to that.
+    """One request as its client saw it. Times are on the replay's clock; None: did not happen.
 
-    arrived_s      when it was first sent; later tries after a refusal belong to it
-    entered_s      when it was let in and a group was picked
-    group          the group's name; `prefilled_by`: the other half's, if it was split
-    cached_tokens  prompt tokens that the engine had; `believed_tokens`: that the gateway thought it had
-    ideal_tokens   prompt tokens that one endless cache in common would have had
+    arrived_s      when it was first sent; retries after a refusal belong to it
+    entered_s      when it was admitted and a group was picked
+    group          the group's name; `prefilled_by`: the prefill group's, if it was split
+    cached_tokens  prompt tokens that the engine had cached; `believed_tokens`: that the gateway
+                   expected
+    ideal_tokens   prompt tokens that one shared cache without evictions would have had
     refusals       how often it was refused
     """
 
@@ -57,19 +58,19 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the first sending to the first token."""
+        """Time from the first attempt to the first token."""
         return None if self.first_s is None else self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first one; None for answers of one token."""
+        """Mean time per token after the first; None for answers of one token."""
         if self.first_s is None or self.done_s is None or self.output_tokens < 2:
             return None
         return (self.done_s - self.first_s) / (self.output_tokens - 1)
 
     @property
     def good(self) -> bool:
-        """Served, and both within its class's budgets."""
+        """Whether it was served within both budgets of its class."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         if self.end is not End.SERVED or ttft_s is None:
             return False
@@ -78,7 +79,7 @@ class Record:
 
 @dataclass(slots=True)
 class GroupTotals:
-    """What one group did: tokens that it computed and made, steps and seconds that it stepped."""
+    """Totals of one group: tokens computed and generated, steps, and seconds spent in steps."""
 
     name: str
     prompt_tokens: int = 0
@@ -91,10 +92,10 @@ class GroupTotals:
 
 @dataclass(slots=True)
 class Run:
-    """One replay: its requests in order of arrival and what each group did.
+    """One replay: its requests in order of arrival, and the totals of each group.
 
-    ended_s     the clock at the last event
-    picks, pick_s  decisions of the policy, and the wall time that they took
+    ended_s     clock at the last event
+    picks, pick_s  number of decisions of the policy, and their wall time
     wall_s      wall time of the whole replay
     """
 

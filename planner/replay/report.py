@@ -1,4 +1,6 @@
-"""The page of a comparison: curves over load, latencies, hits and a table, in one file that needs nothing else."""
+"""The HTML page of a comparison: curves over load, latencies, hits and a table, in one
+self-contained file.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,32 @@ td.best { font-weight: 700 }
 """
 
 HEADS = (
-    *("policy", "load", "attainment", "good req/s", "good tokens/s", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms"),
-    *("TPOT p99 ms", "hits", "of ideal", "imbalance", "shed", "lost", "wasted", "fairness", "decision us"),
+    *(
+        "policy",
+        "load",
+        "attainment",
+        "good req/s",
+        "good tokens/s",
+        "TTFT p50 s",
+        "TTFT p99 s",
+        "TPOT p50 ms",
+    ),
+    *(
+        "TPOT p99 ms",
+        "hits",
+        "of ideal",
+        "imbalance",
+        "shed",
+        "lost",
+        "wasted",
+        "fairness",
+        "decision us",
+    ),
 )
 
 
 def page(standing: Standing, trace: str) -> str:
-    """The whole HTML page of a comparison; `trace` is what it was made of."""
+    """Return the HTML page of a comparison; `trace` is the name of its trace."""
     contest = standing.contest
     names = list(contest.policies)
     title = f"{trace} on {contest.fleet.name}"
@@ -66,7 +87,8 @@ def _lead(contest: Contest) -> str:
     if contest.options.classes:
         budgets = f"classes {', '.join(contest.options.classes)}; others: {budgets}"
     door = "no admission" if contest.admission is None else f"admission {contest.admission}"
-    return f"{len(contest.requests)} requests; good means {budgets}; {door}; seed {contest.options.seed}."
+    requests, seed = len(contest.requests), contest.options.seed
+    return f"{requests} requests; good means {budgets}; {door}; seed {seed}."
 
 
 def _curves(standing: Standing, names: Sequence[str]) -> str:
@@ -74,36 +96,55 @@ def _curves(standing: Standing, names: Sequence[str]) -> str:
     x = Axis("users" if contest.by_users else "rate, as a multiple of the recorded one", least=0.0)
     targets = [(target, f"{target:.0%}") for target in contest.targets or (0.9,)]
 
-    def drawn(title: str, label: str, value: str, write: str, most: float | None, rules: bool) -> str:
+    def draw(
+        title: str, label: str, value: str, write: str, most: float | None, rules: bool
+    ) -> str:
         points = [(p.policy, p.load, getattr(p.figures, value)) for p in standing.points]
         lines = [
-            Series(name, sorted((load, figure) for whose, load, figure in points if whose == name), place)
+            Series(
+                name,
+                sorted((load, figure) for whose, load, figure in points if whose == name),
+                place,
+            )
             for place, name in enumerate(names)
         ]
         y = Axis(label, 0.0, most, write=_thousands if write == "k" else write.format)
         return chart(title, lines, x, y, targets if rules else ())
 
     charts = [
-        drawn("Attainment", "requests within their SLO", "attainment", "{:.0%}", 1.0, True),
-        drawn("Goodput", "good requests per second", "goodput", "{:g}", None, False),
-        drawn("Token goodput", "tokens of good requests per second", "token_goodput", "k", None, False),
-        drawn("Cache hits", "prompt tokens found cached", "hit_ratio", "{:.0%}", None, False),
+        draw("Attainment", "requests within their SLO", "attainment", "{:.0%}", 1.0, True),
+        draw("Goodput", "good requests per second", "goodput", "{:g}", None, False),
+        draw(
+            "Token goodput", "tokens of good requests per second", "token_goodput", "k", None, False
+        ),
+        draw("Cache hits", "prompt tokens found cached", "hit_ratio", "{:.0%}", None, False),
     ]
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
 def _spreads(standing: Standing, names: Sequence[str]) -> str:
-    """How latencies are distributed, at the one load that tells policies apart best."""
-    load = _telling(standing)
+    """Return the latency distributions at the load that differs most between policies."""
+    load = _load_to_show(standing)
     slo = standing.contest.options.standard
     shown = [point for point in standing.points if point.load == load]
     ttft = [Series(p.policy, _shares(p.ttfts_s, 1.0), names.index(p.policy)) for p in shown]
     tpot = [Series(p.policy, _shares(p.tpots_s, 1e3), names.index(p.policy)) for p in shown]
     share = Axis("share of requests", 0.0, 1.0, write="{:.0%}".format)
-    hits = [(p.policy, p.figures.of_ideal, names.index(p.policy)) for p in shown if p.figures.of_ideal is not None]
+    hits = [
+        (p.policy, p.figures.of_ideal, names.index(p.policy))
+        for p in shown
+        if p.figures.of_ideal is not None
+    ]
     charts = [
-        chart(f"Time to first token (budget {slo.ttft_s:g} s)", ttft, Axis("seconds", log=True), share),
-        chart(f"Time per output token (budget {slo.tpot_s * 1e3:g} ms)", tpot, Axis("ms", log=True), share),
+        chart(
+            f"Time to first token (budget {slo.ttft_s:g} s)", ttft, Axis("seconds", log=True), share
+        ),
+        chart(
+            f"Time per output token (budget {slo.tpot_s * 1e3:g} ms)",
+            tpot,
+            Axis("ms", log=True),
+            share,
+        ),
         bars("Hits, as a share of an endless cache in common", hits, "{:.1%}".format),
         bars("Imbalance: busiest group over the mean", _imbalances(shown, names), "{:.2f}".format),
     ]
@@ -119,14 +160,14 @@ def _imbalances(points: Sequence[Point], names: Sequence[str]) -> list[tuple[str
     return [(point.policy, point.figures.imbalance, names.index(point.policy)) for point in points]
 
 
-def _telling(standing: Standing) -> float:
-    """The highest load at which some policy still attains 80 %; the lowest load where none does."""
-    kept = [point.load for point in standing.points if point.figures.attainment >= 0.8]
-    return max(kept, default=min(point.load for point in standing.points))
+def _load_to_show(standing: Standing) -> float:
+    """Return the highest load at which some policy attains 80 %; the lowest load if none does."""
+    good_loads = [point.load for point in standing.points if point.figures.attainment >= 0.8]
+    return max(good_loads, default=min(point.load for point in standing.points))
 
 
 def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
-    """At most 200 points of the distribution, the largest sample among them: (value, share of samples up to it)."""
+    """Return at most 200 points of the cumulative distribution, including the largest sample."""
     count = len(ordered)
     steps = min(200, count)
     places = [(step + 1) * count // steps - 1 for step in range(steps)]
@@ -134,19 +175,32 @@ def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]
 
 
 def _capacities(standing: Standing, names: Sequence[str]) -> str:
-    drawn, missing = [], []
+    charts, missing = [], []
     for number, target in enumerate(standing.contest.targets):
-        found = [(place, name, standing.capacities[name][number]) for place, name in enumerate(names)]
-        values = [(name, each.load, place) for place, name, each in found if each.load is not None]
-        drawn.append(bars(f"Capacity at {target:.0%} attainment", values, "{:.3g}".format))
-        missing += [f"{name}, {target:.0%}: {each.reason}." for _, name, each in found if isinstance(each, Unjudged)]
-    told = "".join(f'<p class="lead">{escape(line)}</p>' for line in missing)
-    return f'<h2>Capacity</h2>{told}<div class="charts">{"".join(drawn)}</div>' if drawn else ""
+        results = [
+            (place, name, standing.capacities[name][number]) for place, name in enumerate(names)
+        ]
+        values = [
+            (name, capacity.load, place)
+            for place, name, capacity in results
+            if capacity.load is not None
+        ]
+        charts.append(bars(f"Capacity at {target:.0%} attainment", values, "{:.3g}".format))
+        missing += [
+            f"{name}, {target:.0%}: {capacity.reason}."
+            for _, name, capacity in results
+            if isinstance(capacity, Unjudged)
+        ]
+    notes = "".join(f'<p class="lead">{escape(line)}</p>' for line in missing)
+    return f'<h2>Capacity</h2>{notes}<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
 def _table(points: Sequence[Point]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in HEADS)
-    best = {load: max(p.figures.goodput for p in points if p.load == load) for load in {p.load for p in points}}
+    best = {
+        load: max(p.figures.goodput for p in points if p.load == load)
+        for load in {p.load for p in points}
+    }
     rows = []
     for point in sorted(points, key=lambda point: (point.load, -point.figures.goodput)):
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(point))
@@ -157,7 +211,7 @@ def _table(points: Sequence[Point]) -> str:
 
 
 def cells_of(point: Point) -> list[str]:
-    """A point as a row of text, aligned with HEADS."""
+    """Return a point as a row of text, aligned with HEADS."""
     f = point.figures
     return [
         point.policy,
@@ -165,8 +219,8 @@ def cells_of(point: Point) -> list[str]:
         f"{f.attainment:.1%}",
         f"{f.goodput:.2f}",
         f"{f.token_goodput:,.0f}",
-        *_two(f.ttft, 1.0, "{:.2f}"),
-        *_two(f.tpot, 1e3, "{:.1f}"),
+        *_p50_and_p99(f.ttft, 1.0, "{:.2f}"),
+        *_p50_and_p99(f.tpot, 1e3, "{:.1f}"),
         f"{f.hit_ratio:.1%}",
         "–" if f.of_ideal is None else f"{f.of_ideal:.1%}",
         f"{f.imbalance:.2f}",
@@ -178,7 +232,7 @@ def cells_of(point: Point) -> list[str]:
     ]
 
 
-def _two(summary: Summary | None, factor: float, write: str) -> tuple[str, str]:
+def _p50_and_p99(summary: Summary | None, factor: float, write: str) -> tuple[str, str]:
     if summary is None:
         return "–", "–"
     return write.format(summary.p50 * factor), write.format(summary.p99 * factor)

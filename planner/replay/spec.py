@@ -1,4 +1,4 @@
-"""What a replayed fleet is made of: TP groups by kind, as a preset, from a file or in code. No clock here."""
+"""A replayed fleet: TP groups by kind, from a preset, a file or code. No clock here."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 import msgspec
 
+from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.hardware import Gpu, gpu_named
-from mockgpu.llm import Llm, kv_capacity_tokens, model_named
+from mockgpu.model_shapes import Llm, kv_capacity_tokens, model_named
 from mockgpu.roofline import Profile, Roofline, profile_named
-from planner.words import BLOCK_TOKENS
+from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
-from policies.split import SplitRule
+from policies.pricing.split import SplitRule
 
 MOST_GROUPS = 4096
 
 
 class FleetError(ValueError):
-    """A fleet that cannot be: the message says what and where."""
+    """An invalid fleet; the message says what is wrong and where."""
 
 
 class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` equal TP groups.
 
-    kv_tokens        tokens of KV that one holds; None: what its memory leaves
-    kv_scalar_bytes  bytes per cached scalar: 2 as usual, 1 for an fp8 cache
+    kv_tokens        KV capacity of each in tokens; None: what its memory allows
+    kv_scalar_bytes  bytes per cached scalar: 2 normally, 1 for an fp8 cache
     max_concurrency  the gateway's cap per group
     slowness         factor on its step times, unknown to the gateway
-    up_at_s          it joins then, with an empty cache
-    link_gb_s        GB/s of KV it sends, and as much that it receives, as one half of split requests
+    up_at_s          when it joins, with an empty cache
+    link_gb_s        GB/s of KV it can send, and the same to receive, for split requests
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -51,36 +51,36 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """The model. ValueError lists the known ones."""
+        """The model. Raises ValueError that lists the known ones."""
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
     @property
     def hardware(self) -> Gpu:
-        """The GPU. ValueError lists the known ones."""
+        """The GPU. Raises ValueError that lists the known ones."""
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """The engine's generation. ValueError lists the known ones."""
+        """The engine's generation. Raises ValueError that lists the known ones."""
         return profile_named(self.profile)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV one group holds."""
+        """KV capacity of one group in tokens."""
         if self.kv_tokens is not None:
             return self.kv_tokens
         return kv_capacity_tokens(self.shape, self.hardware, self.tp)
 
     def roofline(self) -> Roofline:
-        """Step times of one group."""
+        """Return the step times of one group."""
         return roofline_for(self.shape, self.hardware, self.tp, self.software)
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet: its groups, and when requests are split between those that prefill and those that decode.
+    """A fleet: its groups, and when requests are split between prefill and decode groups.
 
-    block_tokens  KV is counted in blocks of so many tokens; those of traces are joined or cut to it
-    pairs         whether groups that do both may also do halves for each other
+    block_tokens  tokens per KV block; blocks of traces are merged or divided to this size
+    pairs         whether groups that serve both roles may also split requests
     """
 
     name: str
@@ -92,48 +92,61 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def groups(self) -> tuple[Kind, ...]:
         """One Kind per group, in order."""
-        return tuple(msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count))
+        return tuple(
+            msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count)
+        )
 
 
 def checked(spec: FleetSpec) -> FleetSpec:
-    """The spec, if such a fleet can be. Raises FleetError."""
+    """Return the spec if it is valid. Raises FleetError."""
     if not spec.kinds:
-        raise FleetError(f"{spec.name}: a fleet has at least one group")
+        raise FleetError(f"{spec.name}: a fleet needs at least one group")
     if spec.block_tokens < 1:
-        raise FleetError(f"{spec.name}: block_tokens is a positive number, not {spec.block_tokens}")
-    for place, kind in enumerate(spec.kinds):
+        raise FleetError(f"{spec.name}: block_tokens must be positive, not {spec.block_tokens}")
+    for index, kind in enumerate(spec.kinds):
         try:
             _check(kind, spec.block_tokens)
         except ValueError as error:
-            raise FleetError(f"{spec.name}: kinds[{place}]: {error}") from None
+            raise FleetError(f"{spec.name}: kinds[{index}]: {error}") from None
     if sum(kind.count for kind in spec.kinds) > MOST_GROUPS:
         raise FleetError(f"{spec.name}: more than {MOST_GROUPS} groups")
     roles = {kind.role for kind in spec.kinds}
     if Role.BOTH not in roles and len(roles) < 2:
-        raise FleetError(f"{spec.name}: groups that only {roles.pop()} have nobody for the other half")
+        raise FleetError(
+            f"{spec.name}: groups that only {roles.pop()} need groups for the other half"
+        )
     return spec
 
 
 def _check(kind: Kind, block_tokens: int) -> None:
-    """ValueError for a kind of which there can be no group."""
-    positive = ("tp", "count", "kv_scalar_bytes", "max_num_seqs", "max_concurrency", "slowness", "link_gb_s")
+    """Raise ValueError for an invalid kind."""
+    positive = (
+        "tp",
+        "count",
+        "kv_scalar_bytes",
+        "max_num_seqs",
+        "max_concurrency",
+        "slowness",
+        "link_gb_s",
+    )
     for name in positive:
         if not 0 < getattr(kind, name) < inf:
-            raise ValueError(f"{name} is a positive number, not {getattr(kind, name)}")
+            raise ValueError(f"{name} must be positive, not {getattr(kind, name)}")
     if not 0 <= kind.up_at_s < inf:
-        raise ValueError(f"up_at_s is a moment of the replay, not {kind.up_at_s}")
+        raise ValueError(f"up_at_s must be a time of the replay, not {kind.up_at_s}")
     if kind.max_num_batched_tokens < kind.max_num_seqs:
-        raise ValueError("max_num_batched_tokens leaves no token for each of max_num_seqs")
-    kind.software  # noqa: B018  # looked up for its error
+        raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+    # evaluated for its ValueError
+    kind.software  # noqa: B018
     if kind.capacity_tokens < block_tokens:
         raise ValueError(f"{kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:
-    one = msgspec.structs.replace(_H100, link_gb_s=link_gb_s)
+    kind = msgspec.structs.replace(_H100, link_gb_s=link_gb_s)
     halves = (
-        msgspec.structs.replace(one, count=prefills, role=Role.PREFILL),
-        msgspec.structs.replace(one, count=decodes, role=Role.DECODE),
+        msgspec.structs.replace(kind, count=prefills, role=Role.PREFILL),
+        msgspec.structs.replace(kind, count=decodes, role=Role.DECODE),
     )
     return FleetSpec(f"F5:{prefills}p{decodes}d@{link_gb_s:g}", halves, split=SplitRule(1))
 
@@ -142,7 +155,9 @@ _H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000)
 _PRESETS = {
     "F1": (msgspec.structs.replace(_H100, count=8),),
     "F2": (Kind("qwen3-32b", "h100", 2, count=8, kv_tokens=307_000),),
-    "F3": (Kind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),),
+    "F3": (
+        Kind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),
+    ),
     "F4": (
         Kind("llama-3.1-70b-fp8", "h100", 8, count=4),
         Kind("llama-3.1-70b-fp8", "l40s", 2, count=8),
@@ -153,22 +168,32 @@ _SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
 
 
 def preset(name: str) -> FleetSpec:
-    """A fleet by name: F1 to F4, F6, and F5 as `F5:6p2d@50` (prefill and decode groups, GB/s). Raises FleetError.
+    """Return a fleet by name: F1 to F4, F6, or F5 as `F5:6p2d@50` (prefill and decode groups,
+    GB/s).
 
-    They are those that routers have been compared on: F1 eight 70B FP8 on 4 x H100; F2 eight Qwen3-32B on 2 x H100, as
-    in llm-d's posts; F3 eight with 2.6 M tokens of KV, for agents; F4 unequal; F5 F1's GPUs as halves; F6 64 groups.
+    Raises FleetError.
+
+    They are fleets that routers have been compared on: F1 eight 70B FP8 on 4 x H100; F2 eight
+    Qwen3-32B on 2 x H100, as in llm-d's posts; F3 eight with 2.6 M tokens of KV, for agents; F4
+    mixed hardware; F5 F1's GPUs as prefill and decode groups; F6 64 groups.
     """
     split = _SPLIT.fullmatch(name)
     if split is not None:
         return checked(_f5(int(split[1] or 6), int(split[2] or 2), float(split[3] or 50)))
     kinds = _PRESETS.get(name.upper())
     if kinds is None:
-        raise FleetError(f"unknown fleet {name!r}: known are {', '.join(sorted(_PRESETS))} and F5:<x>p<y>d@<GB/s>")
+        raise FleetError(
+            f"unknown fleet {name!r}: "
+            f"known are {', '.join(sorted(_PRESETS))} and F5:<x>p<y>d@<GB/s>"
+        )
     return FleetSpec(name.upper(), kinds)
 
 
 def read_fleet(path: Path) -> FleetSpec:
-    """A fleet from a YAML or JSON file. Raises FleetError that names the file and the place in it."""
+    """Read a fleet from a YAML or JSON file.
+
+    Raises FleetError with the file and the place in it.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 

@@ -1,4 +1,7 @@
-"""Many replays as one comparison: every policy at every load, and capacities. What `penstock replay` carries out."""
+"""Many replays as one comparison: every policy at every load, and capacities.
+
+Run by `penstock replay`.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,23 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from planner.replay.capacity import Capacity, capacity
-from planner.replay.figures import Figures, figures
 from planner.replay.fleet import replay
 from planner.replay.options import Options
 from planner.replay.record import Run
+from planner.replay.results import Figures, figures
 from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic, traffic, users
 from planner.traces.mix import scaled
 from planner.traces.shape import TraceRequest
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 
 Progress = Callable[[str, float], None]
-"""Told of a replay under way: which one it is, and the share of its requests that are over."""
+"""Called with the name of a running replay, and the share of its requests that have ended."""
 
 
 class NothingCountedError(ValueError):
-    """A capacity was looked for at a load at which no request comes after the warm-up. `tried`: what was until then."""
+    """No request came after the warm-up at a load. `tried`: the results so far."""
 
     def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
         super().__init__(message)
@@ -31,7 +34,7 @@ class NothingCountedError(ValueError):
 
 
 class Unjudged(msgspec.Struct, frozen=True):
-    """In place of a Capacity that could not be found: `reason` says why, `tried` is as there."""
+    """Replaces a Capacity that could not be determined: `reason` says why, `tried` is as there."""
 
     reason: str
     target: float
@@ -43,9 +46,9 @@ class Contest(msgspec.Struct, frozen=True):
     """What is compared.
 
     policies    names, each with its defaults
-    admission   a name; None lets everybody in
+    admission   a name; None admits everything
     loads       rates relative to the recorded one, or with `by_users` numbers of users
-    targets     attainments whose capacity is looked for
+    targets     attainments whose capacity is determined
     warmup_s    requests before it do not count
     """
 
@@ -61,7 +64,7 @@ class Contest(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One replay of a contest. `ttfts_s`, `tpots_s`: of the served, ascending."""
+    """One replay of a comparison. `ttfts_s`, `tpots_s`: of served requests, sorted."""
 
     policy: str
     load: float
@@ -71,7 +74,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The outcome: every point, and every policy's capacities by target, as far as there are any."""
+    """The result: every point, and every policy's capacities by target."""
 
     contest: Contest
     points: tuple[Point, ...]
@@ -79,7 +82,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def load_of(contest: Contest, load: float) -> Traffic:
-    """The traffic at a load."""
+    """Return the traffic at a load."""
     if contest.by_users:
         return users(contest.requests, _users_at(load), contest.options.seed)
     return traffic(scaled(contest.requests, load))
@@ -89,36 +92,53 @@ def _users_at(load: float) -> int:
     return max(1, round(load))
 
 
-def one_run(contest: Contest, policy: str, load: float, watch: Callable[[float, int], None] | None = None) -> Run:
-    """One replay: a fresh policy and admission before a cold fleet."""
+def one_run(
+    contest: Contest, policy: str, load: float, watch: Callable[[float, int], None] | None = None
+) -> Run:
+    """Run one replay with a new policy and admission on a cold fleet."""
     gate = None if contest.admission is None else build_admission(contest.admission, {})
-    return replay(contest.fleet, load_of(contest, load), registry.build(policy, {}), gate, contest.options, watch=watch)
+    return replay(
+        contest.fleet,
+        load_of(contest, load),
+        registry.build(policy, {}),
+        gate,
+        contest.options,
+        watch=watch,
+    )
 
 
 def compare(contest: Contest, tell: Progress | None = None) -> Standing:
-    """Everything the contest asks for, one replay after another."""
+    """Run all replays of a comparison, one after another."""
     points = []
     capacities: dict[str, tuple[Capacity | Unjudged, ...]] = {}
     for policy in contest.policies:
         points += [_point(contest, policy, load, tell) for load in contest.loads]
-        capacities[policy] = tuple(_judged(contest, policy, target, tell) for target in contest.targets)
+        capacities[policy] = tuple(
+            _capacity_or_reason(contest, policy, target, tell) for target in contest.targets
+        )
     return Standing(contest, tuple(points), capacities)
 
 
 def _point(contest: Contest, policy: str, load: float, tell: Progress | None) -> Point:
     run = one_run(contest, policy, load, _watch(contest, f"{policy} at {load:g}", tell))
-    served = [one for one in run.records if one.done_s is not None and one.arrived_s >= contest.warmup_s]
+    served = [
+        record
+        for record in run.records
+        if record.done_s is not None and record.arrived_s >= contest.warmup_s
+    ]
     return Point(
         policy,
         load,
         figures(run, contest.warmup_s),
-        tuple(sorted(one.ttft_s for one in served if one.ttft_s is not None)),
-        tuple(sorted(one.tpot_s for one in served if one.tpot_s is not None)),
+        tuple(sorted(record.ttft_s for record in served if record.ttft_s is not None)),
+        tuple(sorted(record.tpot_s for record in served if record.tpot_s is not None)),
     )
 
 
-def _judged(contest: Contest, policy: str, target: float, tell: Progress | None) -> Capacity | Unjudged:
-    """What cannot be judged for one does not take the others' outcome with it."""
+def _capacity_or_reason(
+    contest: Contest, policy: str, target: float, tell: Progress | None
+) -> Capacity | Unjudged:
+    """Return a capacity, or why it could not be determined, without failing the other results."""
     try:
         return _capacity(contest, policy, target, tell)
     except NothingCountedError as error:
@@ -129,23 +149,26 @@ def _capacity(contest: Contest, policy: str, target: float, tell: Progress | Non
     known: dict[float, float] = {}
 
     def attainment(load: float) -> float:
-        # Between two loads there may be no whole number of users more to try.
-        offered = _users_at(load) if contest.by_users else load
-        if offered not in known:
-            watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {offered:.3g}", tell)
-            seen = figures(one_run(contest, policy, offered, watch), contest.warmup_s)
-            if not seen.offered:
-                text = f"at load {offered:.3g} no request counts after a warm-up of {contest.warmup_s:g} s"
+        # Two loads may round to the same number of users.
+        rounded_load = _users_at(load) if contest.by_users else load
+        if rounded_load not in known:
+            watch = _watch(contest, f"{policy}, capacity at {target:.0%}: {rounded_load:.3g}", tell)
+            result = figures(one_run(contest, policy, rounded_load, watch), contest.warmup_s)
+            if not result.offered:
+                warmup = f"a warm-up of {contest.warmup_s:g} s"
+                text = f"at load {rounded_load:.3g} no request counts after {warmup}"
                 raise NothingCountedError(text, tuple(known.items()))
-            known[offered] = seen.attainment
-        return known[offered]
+            known[rounded_load] = result.attainment
+        return known[rounded_load]
 
     start = contest.loads[0]
     least = 1.0 if contest.by_users else min(1.0, start) / 64
     return capacity(attainment, target, start, least=least, most=64 * max(1.0, start))
 
 
-def _watch(contest: Contest, name: str, tell: Progress | None) -> Callable[[float, int], None] | None:
+def _watch(
+    contest: Contest, name: str, tell: Progress | None
+) -> Callable[[float, int], None] | None:
     if tell is None:
         return None
     total, horizon_s = len(contest.requests), contest.options.horizon_s

@@ -1,4 +1,6 @@
-"""Traffic as the fleet takes it: open arrivals that come whatever happens, and closed loops that wait for answers."""
+"""Traffic for a fleet: open arrivals, which do not wait for anything, and closed loops, which wait
+for answers.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ _COPY_SHIFT = TRACE_BITS + PART_BITS
 
 
 class ClosedLoop(msgspec.Struct, frozen=True):
-    """One who asks, waits for the answer, thinks, and asks again: the first at `begins_s`, then each after its think_s.
+    """A client that sends, waits for the answer, thinks and sends again: the first at `begins_s`,
+    then after think_s.
 
-    `requests` begins anew at every call: a traffic is replayed many times.
+    `requests` starts over at every call, because a traffic is replayed many times.
     """
 
     begins_s: float
@@ -32,14 +35,17 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def traffic(requests: Iterable[TraceRequest]) -> Traffic:
-    """What a trace says: a session with think times is a closed loop that begins when its first request came."""
+    """Return the traffic of a trace: a session with think times is a closed loop that begins at its
+    first request.
+    """
     alone: list[TraceRequest] = []
     sessions: dict[str, list[TraceRequest]] = {}
     for request in requests:
         if request.think_s is not None and request.session in sessions:
             sessions[request.session].append(request)
         elif request.session:
-            if request.session in sessions:  # its requests come whatever happens, or begin anew
+            # its requests do not wait for answers, or the session starts over
+            if request.session in sessions:
                 alone += sessions.pop(request.session)
             sessions[request.session] = [request]
         else:
@@ -53,12 +59,16 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
     return Traffic(alone, loops)
 
 
-def users(requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0) -> Traffic:
-    """So many users, each going through sessions of the trace one after another, 1 s between two of them, for ever.
+def users(
+    requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0
+) -> Traffic:
+    """Return `count` endless users, each running sessions of the trace one after another with 1 s
+    in between.
 
-    Each begins somewhere within a session, as one finds a fleet that has been busy for long, at a moment of the first
-    `ramp_s`. When there are no more sessions they come again as others: all blocks but those shared get new names.
-    A request that belongs to no session is one by itself.
+    Each starts at a random request of its first session, like in a fleet that has been busy for
+    long, at a random moment of the first `ramp_s`. When the sessions are used up they are repeated
+    with new ids for all blocks that are not shared. A request without a session is a session of its
+    own.
     """
     rng = Random(f"users {seed}")
     sessions = _sessions(requests)
@@ -67,37 +77,43 @@ def users(requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: f
         return Traffic()
     cuts = [rng.randrange(len(sessions[user % len(sessions)])) for user in range(count)]
     begins = [rng.uniform(0.0, ramp_s) for _ in range(count)]
-    loops = [ClosedLoop(begins[user], partial(_user, sessions, user, count, cuts[user])) for user in range(count)]
+    loops = [
+        ClosedLoop(begins[user], partial(_user, sessions, user, count, cuts[user]))
+        for user in range(count)
+    ]
     return Traffic((), loops)
 
 
 def _sessions(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    found: list[list[TraceRequest]] = []
+    sessions: list[list[TraceRequest]] = []
     known: dict[str, list[TraceRequest]] = {}
     for request in requests:
         if request.session in known:
             known[request.session].append(request)
             continue
-        found.append([request])
+        sessions.append([request])
         if request.session:
-            known[request.session] = found[-1]
-    return found
+            known[request.session] = sessions[-1]
+    return sessions
 
 
-def _user(sessions: Sequence[Sequence[TraceRequest]], user: int, count: int, cut: int) -> Iterator[TraceRequest]:
-    place = user
+def _user(
+    sessions: Sequence[Sequence[TraceRequest]], user: int, count: int, cut: int
+) -> Iterator[TraceRequest]:
+    index = user
     while True:
-        copy = place // len(sessions)
-        for request in sessions[place % len(sessions)][cut:]:
-            yield _copied(request, copy, 1.0 if request.think_s is None else request.think_s)
-        place, cut = place + count, 0
+        copy = index // len(sessions)
+        for request in sessions[index % len(sessions)][cut:]:
+            yield _copy(request, copy, 1.0 if request.think_s is None else request.think_s)
+        index, cut = index + count, 0
 
 
-def _copied(request: TraceRequest, copy: int, think_s: float) -> TraceRequest:
+def _copy(request: TraceRequest, copy: int, think_s: float) -> TraceRequest:
     if not copy and request.think_s is not None:
         return request
     blocks = tuple(
-        each if each % _OWN_IDS < PRIVATE else folded(each + (copy << _COPY_SHIFT)) for each in request.blocks
+        block_id if block_id % _OWN_IDS < PRIVATE else folded(block_id + (copy << _COPY_SHIFT))
+        for block_id in request.blocks
     )
     name = f"{request.session}#{copy}" if copy else request.session
     return msgspec.structs.replace(request, blocks=blocks, session=name, think_s=think_s)

@@ -1,4 +1,7 @@
-"""Recorded traffic, read into one shape (shape.py): one module per format. Nothing is sent from here."""
+"""Recorded traffic, read into one common form (shape.py): one module per format.
+
+Nothing is sent from here.
+"""
 
 from planner.traces.access import access
 from planner.traces.agents import agents

@@ -1,7 +1,8 @@
-"""The gateway's own access log (gateway/account.py): JSON lines, one per request. Replays what it was asked.
+"""The gateway's own access log: JSON lines, one per request.
 
-A log says when, how long, who and for which model, but not what prompts had in common, unless the gateway was told to
-log `blocks` (docs/replay.md). Without them nothing is cached in the replay: compare policies by load then, not by hits.
+A log has times, lengths, tenant and model, but shared prefixes only if the gateway logs `blocks`
+(docs/replay.md). Without them nothing is cached in the replay: compare policies by load then, not
+by hits.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import BlockId, Tokens, TraceRequest, parsed
-from planner.words import BYTES_PER_TOKEN
 
 _EVENTS_WITHOUT_TOKENS = 2
-"""Events of a stream that bring no token: the role at its beginning or the usage at its end, and [DONE]."""
+"""Events of a stream without a token: the role at its beginning or the usage at its end, and
+[DONE].
+"""
 
 
 class Line(msgspec.Struct):
-    """What a replay reads of an access line; its other fields are ignored. `time`: Unix time of the request's head."""
+    """The fields of an access line that a replay needs. `time`: Unix time of the request's head."""
 
     time: float
     status: int
@@ -39,13 +42,16 @@ class Line(msgspec.Struct):
     block_tokens: Annotated[int, Meta(ge=1)] = 512
 
 
-def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None) -> Iterator[TraceRequest]:
-    """Requests in order of arrival, from the first one's moment on; those that were refused or broken are passed over.
-    `model`: only those for it.
+def access(
+    lines: Iterable[bytes], name: str = "trace", model: str | None = None
+) -> Iterator[TraceRequest]:
+    """Yield requests in order of arrival, relative to the first.
 
-    Where an engine was not asked for usage, as in most streams, lengths are estimated: four bytes of body per token of
-    the prompt, an event per token of the answer. Lines are written when requests end, so all of them are read before
-    the first is given out.
+    Refused and broken ones are left out.
+
+    `model`: only those for it. If an engine reported no usage, as in most streams, lengths are
+    estimated: four bytes of body per prompt token, one event per token of the answer. Lines are
+    written when requests end, so all are read before the first is yielded.
     """
     rows = [
         row
@@ -59,12 +65,19 @@ def access(lines: Iterable[bytes], name: str = "trace", model: str | None = None
 
 
 def request_of(row: Line, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
-    """One line as a request, `begin_s` being Unix time; `output_tokens` where the line cannot tell them."""
-    told = row.events - _EVENTS_WITHOUT_TOKENS if row.completion_tokens is None else row.completion_tokens
+    """Return one line as a request, relative to `begin_s` (Unix time).
+
+    `output_tokens` overrides the line's own.
+    """
+    logged_tokens = (
+        row.events - _EVENTS_WITHOUT_TOKENS
+        if row.completion_tokens is None
+        else row.completion_tokens
+    )
     return TraceRequest(
         arrived_s(row) - begin_s,
         _prompt_tokens(row),
-        max(1, told if output_tokens is None else output_tokens),
+        max(1, logged_tokens if output_tokens is None else output_tokens),
         row.blocks,
         row.block_tokens,
         session=row.session,
@@ -79,5 +92,5 @@ def _prompt_tokens(row: Line) -> int:
 
 
 def arrived_s(row: Line) -> float:
-    """Unix time at which its last byte had come."""
+    """Return the Unix time at which its last byte was received."""
     return row.time + (row.received_us or 0) / 1e6

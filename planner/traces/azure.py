@@ -1,4 +1,6 @@
-"""Azure's inference traces of 2023 (Azure/AzurePublicDataset, Splitwise): CSV of moment and lengths, no prefixes."""
+"""Azure's inference traces of 2023 (Azure/AzurePublicDataset, Splitwise): CSV of times and lengths,
+no prefixes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,
 
 
 def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Requests in order of arrival, counted from the first one's moment. Nothing is known of their prompts."""
+    """Yield requests in order of arrival, relative to the first one. Prompts share nothing."""
     begin_s: float | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.strip().lstrip(b"\xef\xbb\xbf") == _HEADER):
@@ -21,7 +23,8 @@ def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]
         row = _ROW.fullmatch(line.rstrip(b"\r\n"))
         if row is None or not int(row[3]):
             raise TraceError(
-                f"{name}:{number}: not TIMESTAMP,ContextTokens,GeneratedTokens with a prompt: {line[:80]!r}"
+                f"{name}:{number}: not TIMESTAMP,ContextTokens,GeneratedTokens with a prompt: "
+                f"{line[:80]!r}"
             )
         at_s = _seconds(row, f"{name}:{number}")
         begin_s = at_s if begin_s is None else begin_s
@@ -30,7 +33,9 @@ def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]
 
 def _seconds(row: re.Match[bytes], where: str) -> float:
     try:
-        whole = datetime.strptime(row[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+        whole = (
+            datetime.strptime(row[1].decode(), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+        )
     except ValueError as error:
         raise TraceError(f"{where}: {error}") from None
     return whole + float(row[2] or 0)

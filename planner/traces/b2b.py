@@ -1,12 +1,14 @@
-"""The B2B workload of llm-d's posts: 150 customers' prompts of 6,000 tokens, five questions of 1,200 on each."""
+"""The B2B workload of llm-d's posts: 150 customers with prompts of 6,000 tokens, five questions of
+1,200 on each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
 
+from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import TraceRequest
-from planner.words import BLOCK_TOKENS
 
 _OWN = 1 << 40
 
@@ -20,7 +22,10 @@ def b2b(
     question_tokens: int = 1_200,
     output_tokens: int = 1_000,
 ) -> Iterator[TraceRequest]:
-    """Poisson arrivals at `rate` a second; each picks a customer at random. A question is nobody else's."""
+    """Yield Poisson arrivals at `rate` per second, each for a random customer.
+
+    Questions are not shared.
+    """
     rng = Random(f"b2b {seed}")
     shared = prompt_tokens // BLOCK_TOKENS
     total = prompt_tokens + question_tokens
@@ -29,6 +34,8 @@ def b2b(
     while at_s < duration_s:
         customer = rng.randrange(prompts)
         own = range(_OWN + number * blocks, _OWN + number * blocks + blocks - shared)
-        yield TraceRequest(at_s, total, output_tokens, (*range(customer * shared, (customer + 1) * shared), *own))
+        yield TraceRequest(
+            at_s, total, output_tokens, (*range(customer * shared, (customer + 1) * shared), *own)
+        )
         number += 1
         at_s += rng.expovariate(rate)

@@ -1,4 +1,6 @@
-"""The format of Qwen's Bailian traces (alibaba-edu/qwen-bailian-usagetraces-anon): 16-token blocks, chats by turns."""
+"""Qwen's Bailian traces (alibaba-edu/qwen-bailian-usagetraces-anon): 16-token blocks, chats by
+turns.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,21 @@ class _Line(msgspec.Struct):
 
 
 def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Requests in their order, at their recorded moments (seconds). The session is the chat that a turn goes back to;
-    the type (text, search, image, file) is the service class."""
+    """Yield requests in their order, at their recorded times in seconds.
+
+    The session is the root chat of a turn; the type (text, search, image, file) is the service
+    class.
+    """
     roots: dict[int, int] = {}
     for number, row in parsed(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * TOKENS:
-            raise TraceError(f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks of 16")
-        root = roots[row.chat_id] = roots.get(row.parent_chat_id, row.chat_id if row.turn <= 1 else row.parent_chat_id)
+            raise TraceError(
+                f"{name}:{number}: "
+                f"{row.input_length} tokens do not fit {len(row.hash_ids)} blocks of 16"
+            )
+        root = roots[row.chat_id] = roots.get(
+            row.parent_chat_id, row.chat_id if row.turn <= 1 else row.parent_chat_id
+        )
         yield TraceRequest(
             row.timestamp,
             row.input_length,

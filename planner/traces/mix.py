@@ -1,5 +1,7 @@
-"""What is done with a trace before it is replayed: faster or slower, a part of it, several as one with classes and
-tenants. Pure: requests in, requests out."""
+"""Transformations of a trace before its replay: scale, slice, and mix with classes and tenants.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ MOST_PARTS = 1 << PART_BITS
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One trace of a mix. None leaves what the trace says.
+    """One trace of a mix. None: as in the trace.
 
-    rate     how much faster its requests come than recorded
-    from_s, to_s  only those recorded in this span; it becomes the beginning
+    rate     arrival rate relative to the recording
+    from_s, to_s  only requests recorded in this span; it becomes the beginning
     """
 
     requests: Sequence[TraceRequest]
@@ -29,48 +31,60 @@ class Part(msgspec.Struct, frozen=True):
     priority: int | None = None
 
 
-def sliced(requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None) -> list[TraceRequest]:
-    """Those that came from `from_s` on and before `to_s`, counted from there. Sessions go with their first request."""
-    kept: list[TraceRequest] = []
+def sliced(
+    requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None
+) -> list[TraceRequest]:
+    """Return the requests in [from_s, to_s), relative to from_s.
+
+    Sessions belong to the span of their first request.
+    """
+    selected: list[TraceRequest] = []
     sessions: set[str] = set()
-    for one in requests:
-        if one.think_s is not None:
-            if one.session in sessions:
-                kept.append(one)
-        elif one.arrival_s >= from_s and (to_s is None or one.arrival_s < to_s):
-            if one.session:
-                sessions.add(one.session)
-            kept.append(msgspec.structs.replace(one, arrival_s=one.arrival_s - from_s))
+    for request in requests:
+        if request.think_s is not None:
+            if request.session in sessions:
+                selected.append(request)
+        elif request.arrival_s >= from_s and (to_s is None or request.arrival_s < to_s):
+            if request.session:
+                sessions.add(request.session)
+            selected.append(msgspec.structs.replace(request, arrival_s=request.arrival_s - from_s))
         else:
-            sessions.discard(one.session)
-    return kept
+            sessions.discard(request.session)
+    return selected
 
 
 def scaled(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """`rate` times as many a second, in the same order. Lengths, and the pauses within sessions, stay. ValueError."""
+    """Return the requests at `rate` times their rate, in the same order. Raises ValueError.
+
+    Lengths, and the pauses within sessions, do not change.
+    """
     if not 0 < rate < inf:
-        raise ValueError(f"a rate is a number above 0, not {rate}")
-    return [msgspec.structs.replace(one, arrival_s=one.arrival_s / rate) for one in requests]
+        raise ValueError(f"a rate must be above 0, not {rate}")
+    return [
+        msgspec.structs.replace(request, arrival_s=request.arrival_s / rate) for request in requests
+    ]
 
 
 def mixed(parts: Sequence[Part]) -> list[TraceRequest]:
-    """All parts at once, in order of arrival. Nothing is shared between parts, whatever their ids. ValueError."""
+    """Merge all parts in order of arrival. Parts share no blocks, whatever their ids. Raises
+    ValueError.
+    """
     if len(parts) > MOST_PARTS:
         raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")
-    together: list[TraceRequest] = []
+    merged: list[TraceRequest] = []
     for number, part in enumerate(parts):
         members = scaled(sliced(part.requests, part.from_s, part.to_s), part.rate)
-        together += [_of_part(one, number, part) for one in members]
-    return sorted(together, key=lambda one: one.arrival_s)
+        merged += [_of_part(request, number, part) for request in members]
+    return sorted(merged, key=lambda request: request.arrival_s)
 
 
-def _of_part(one: TraceRequest, number: int, part: Part) -> TraceRequest:
+def _of_part(request: TraceRequest, number: int, part: Part) -> TraceRequest:
     offset = number << TRACE_BITS
     return msgspec.structs.replace(
-        one,
-        blocks=tuple(each + offset for each in one.blocks),
-        session=f"{number}/{one.session}" if one.session else "",
-        slo=one.slo if part.slo is None else part.slo,
-        tenant=one.tenant if part.tenant is None else part.tenant,
-        priority=one.priority if part.priority is None else part.priority,
+        request,
+        blocks=tuple(block_id + offset for block_id in request.blocks),
+        session=f"{number}/{request.session}" if request.session else "",
+        slo=request.slo if part.slo is None else part.slo,
+        tenant=request.tenant if part.tenant is None else part.tenant,
+        priority=request.priority if part.priority is None else part.priority,
     )

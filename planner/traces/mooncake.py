@@ -1,4 +1,6 @@
-"""Mooncake's traces (kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with chained ids of 512-token blocks."""
+"""Mooncake's traces (kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with chained ids of
+512-token blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, lines_of, parsed
-from planner.words import BLOCK_TOKENS
 
 GRID_S = 3.0
-"""Mooncake's timestamps sit on a grid of three seconds: sent as they stand they would be batches that nobody sent."""
+"""Mooncake's timestamps are on a grid of three seconds.
+
+Sent unchanged, requests would come in artificial batches.
+"""
 
 
 class _Line(msgspec.Struct):
@@ -22,8 +27,11 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[BlockId, ...]
 
 
-def read_mooncake(path: Path, limit: int | None = None, speed: float = 1.0) -> Iterator[TraceRequest]:
-    """The first `limit` requests of a Mooncake trace (.jsonl or .jsonl.gz) in order of arrival, `speed` times as fast.
+def read_mooncake(
+    path: Path, limit: int | None = None, speed: float = 1.0
+) -> Iterator[TraceRequest]:
+    """Yield the first `limit` requests of a Mooncake trace (.jsonl or .jsonl.gz) in order of
+    arrival, `speed` times as fast.
 
     Raises TraceError.
     """
@@ -33,16 +41,20 @@ def read_mooncake(path: Path, limit: int | None = None, speed: float = 1.0) -> I
 
 
 def mooncake(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Requests from Mooncake JSON lines, each batch of one timestamp spread evenly over the 3 s it stands for."""
+    """Yield requests from Mooncake JSON lines, each batch of one timestamp spread evenly over its 3
+    s.
+    """
     for timestamp_ms, batch in groupby(_rows(lines, name), key=lambda row: row.timestamp):
         members = list(batch)
-        for place, row in enumerate(members):
-            arrival_s = timestamp_ms / 1e3 + GRID_S * place / len(members)
+        for index, row in enumerate(members):
+            arrival_s = timestamp_ms / 1e3 + GRID_S * index / len(members)
             yield TraceRequest(arrival_s, row.input_length, max(row.output_length, 1), row.hash_ids)
 
 
 def _rows(lines: Iterable[bytes], name: str) -> Iterator[_Line]:
     for number, row in parsed(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * BLOCK_TOKENS:
-            raise TraceError(f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks")
+            raise TraceError(
+                f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks"
+            )
         yield row

@@ -1,4 +1,7 @@
-"""The one shape that all readers yield, the error they raise, and how they read lines. No format lives here."""
+"""The common form that all readers yield, their error, and line reading.
+
+Formats are in modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,40 @@ from typing import IO, Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from planner.words import BLOCK_TOKENS, BYTES_PER_TOKEN, block
+from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN, block
 
 Row = TypeVar("Row")
 
 MOST_LINE_BYTES = 64 << 20
-"""A longer line is no recorded request; it is refused before it fills the memory."""
+"""A longer line cannot be a request; it is refused before it fills the memory."""
 
-# Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part (mix.py), the upper 8
-# the copy of a session that users go through once more (planner/replay/traffic.py).
+# Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part
+# (mix.py), the upper 8 the copy of a repeated session (planner/replay/traffic.py).
 TRACE_BITS, PART_BITS = 48, 8
-# 2^64 over the golden ratio: its multiples lie far apart modulo 2^64.
+# 2^64 over the golden ratio: its multiples are far apart modulo 2^64.
 _GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
-"""Block ids from here on belong to one session; those below may be shared by sessions."""
+"""Block ids from here on belong to one session; those below may be shared."""
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
-"""A length as files tell it. No model reads 16 million tokens: more is a mistake in the file."""
+"""A length in a file. No model reads 16 million tokens: more is a mistake in the file."""
 
 
 class TraceError(ValueError):
-    """A line that is not in the format; the message names file and line."""
+    """A line that is not in the format; the message has file and line."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
     """One recorded request.
 
-    arrival_s    when it came, seconds from the beginning of its trace
-    blocks       chained 64-bit ids: an equal id means an equal prompt up to the end of that block, the incomplete last
-                 block included. Empty: nothing is known of the prompt, and it has nothing in common with another
-    block_tokens tokens of one block, at least 1
-    think_s      closed loop: it is sent so long after the request before it in its session was answered; None: it is
-                 sent at arrival_s, whatever became of others
+    arrival_s    arrival in seconds from the beginning of its trace
+    blocks       chained 64-bit ids: an equal id means an equal prompt up to the end of that block,
+                 including the incomplete last block. Empty: the prompt is unknown and shares
+                 nothing
+    block_tokens tokens per block, at least 1
+    think_s      closed loop: sent this long after the answer to the request before it in its
+                 session; None: sent at arrival_s, independent of others
     slo          name of its service class
     """
 
@@ -60,24 +64,32 @@ class TraceRequest(msgspec.Struct, frozen=True):
     priority: int = 0
 
     def prompt(self) -> str:
-        """A prompt of input_tokens tokens in which equal block ids are equal text. For blocks of 512 tokens."""
-        return "".join(block("mooncake", one) for one in self.blocks)[: self.input_tokens * BYTES_PER_TOKEN]
+        """Return a prompt of input_tokens tokens in which equal block ids are equal text.
+
+        For blocks of 512 tokens.
+        """
+        return "".join(block("mooncake", one) for one in self.blocks)[
+            : self.input_tokens * BYTES_PER_TOKEN
+        ]
 
 
 def folded(number: int) -> int:
-    """A block id of any size as one of 64 bits: one that fits stays as it is."""
+    """Reduce a block id of any size to 64 bits; one that fits is unchanged."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)
 
 
 @contextmanager
 def lines_of(path: Path) -> Iterator[Iterable[bytes]]:
-    """The lines of a file, unpacked if its name ends in .gz.
+    """Yield the lines of a file, decompressed if its name ends in .gz.
 
-    Raises TraceError, also while they are read: for a file that is not there, is packed badly or only in part, or has a
-    line of more than MOST_LINE_BYTES.
+    Raises TraceError, also while lines are read: for a missing, corrupt or truncated file, or a
+    line of MOST_LINE_BYTES or more.
     """
     try:
-        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as unpacked:
+        with (
+            path.open("rb") as file,
+            gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as unpacked,
+        ):
             yield _bounded(unpacked, str(path))
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
@@ -93,7 +105,10 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
 
 
 def parsed(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
-    """Every line that is not empty with its number, as JSON of that kind. Raises TraceError."""
+    """Yield every line that is not empty with its number, as JSON of this type.
+
+    Raises TraceError.
+    """
     decoder = msgspec.json.Decoder(kind)
     for number, line in enumerate(lines, 1):
         if line.strip():

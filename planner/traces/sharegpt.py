@@ -1,4 +1,6 @@
-"""ShareGPT conversations as token ids (casys-kaist/LLMServingSim): real prompts with their real prefixes."""
+"""ShareGPT conversations as token ids (casys-kaist/LLMServingSim): real prompts with their real
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ class _Line(msgspec.Struct):
 
 
 def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Requests in their order. Blocks of 16 tokens get their ids as they are met: a chain and what follows it."""
+    """Yield requests in their order.
+
+    Blocks of 16 tokens get ids at first occurrence, by content and previous block.
+    """
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, row in parsed(_Line, lines, name):
         if not row.input_tok_ids or len(row.input_tok_ids) != row.input_toks:
-            raise TraceError(f"{name}:{number}: {row.input_toks} input tokens, but {len(row.input_tok_ids)} ids")
-        blocks, before = [], -1
+            raise TraceError(
+                f"{name}:{number}: {row.input_toks} input tokens, but {len(row.input_tok_ids)} ids"
+            )
+        blocks, previous = [], -1
         for start in range(0, row.input_toks, TOKENS):
-            link = before, tuple(row.input_tok_ids[start : start + TOKENS])
-            before = known.setdefault(link, len(known))
-            blocks.append(before)
-        yield TraceRequest(row.arrival_time_ns / 1e9, row.input_toks, max(1, row.output_toks), tuple(blocks), TOKENS)
+            link = previous, tuple(row.input_tok_ids[start : start + TOKENS])
+            previous = known.setdefault(link, len(known))
+            blocks.append(previous)
+        yield TraceRequest(
+            row.arrival_time_ns / 1e9,
+            row.input_toks,
+            max(1, row.output_toks),
+            tuple(blocks),
+            TOKENS,
+        )

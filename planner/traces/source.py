@@ -1,4 +1,7 @@
-"""A trace by its file: which format it is in is seen from its first line, unless it is said. A .yaml file is a mix."""
+"""A trace by its file: the format is detected from the first line unless given.
+
+A .yaml file is a mix.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _SIGNS = (
 
 
 class _Member(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a mix, as its file says it. `trace` is relative to that file."""
+    """One part of a mix in its file. `trace` is relative to that file."""
 
     trace: str
     format: str | None = None
@@ -52,12 +55,15 @@ class _Member(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
-    """All requests of a file (.gz or not) in the format named, or in the one it looks like. Raises TraceError."""
+    """Return all requests of a file (.gz or not) in the given or detected format.
+
+    Raises TraceError.
+    """
     return _read(path, kind, ())
 
 
 def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceRequest]:
-    """`within`: the mixes that this file is a part of, outermost first."""
+    """Read a file; `within` are the mixes that contain it, outermost first."""
     if path.suffix in (".yaml", ".yml"):
         return _mix(path, within)
     if kind is not None and kind not in READERS:
@@ -82,10 +88,10 @@ def _looks_like(path: Path) -> str:
 
 
 def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:
-    here = path.resolve()
-    if here in within:
+    resolved = path.resolve()
+    if resolved in within:
         raise TraceError(f"{path}: a mix cannot be a part of itself")
-    parts = [_part(member, path, (*within, here)) for member in _members(path)]
+    parts = [_part(member, path, (*within, resolved)) for member in _members(path)]
     try:
         return mixed(parts)
     except ValueError as error:
@@ -104,5 +110,12 @@ def _members(path: Path) -> list[_Member]:
 
 def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> Part:
     requests = _read(path.parent / member.trace, member.format, within)
-    rest = (member.rate, member.from_s, member.to_s, member.slo, member.tenant, member.priority)
-    return Part(requests, *rest)
+    parameters = (
+        member.rate,
+        member.from_s,
+        member.to_s,
+        member.slo,
+        member.tenant,
+        member.priority,
+    )
+    return Part(requests, *parameters)

@@ -1,5 +1,7 @@
-"""Other systems' routers by name, one small file per family: for who migrates, and to compare with.
+"""Routing rules of other systems by name, one small module per family: for comparison and for
+migration.
 
-Each is a Preset whose defaults are the published ones and whose docstring says where the rule was read. Names of
-parameters are their owners'. Nothing here is of our own invention, and nothing is tuned per workload.
+Each is a parameter struct with the published defaults, and its docstring names the source.
+Parameters keep their original names. Nothing here is our own invention, and nothing is tuned per
+workload.
 """

@@ -1,32 +1,36 @@
-"""NVIDIA Dynamo's KV router: blocks to prefill, less those cached, and blocks in use."""
+"""NVIDIA Dynamo's KV router: blocks to prefill minus cached ones, plus blocks in use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount, Number
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Number
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 
 
 class DynamoKv(Preset, frozen=True):
-    """Fewest blocks: those to prefill, less a credit for cached ones, and those of requests in progress.
+    """Pick the fewest blocks: those to prefill, minus a credit for cached ones, plus those of
+    active requests.
 
-    cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks + decode_active_request_weight * N
-    credit = overlap_score_credit * cached / b, divided by 1 + overlap_score_credit_decay * excess queue / prompt
+    cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks +
+    decode_active_request_weight * N
+    credit = overlap_score_credit * cached / b, divided by 1 + overlap_score_credit_decay * excess
+    queue / prompt
 
-    The default selector of Dynamo's KV router (ai-dynamo/dynamo lib/kv-router/src/scheduling/selector/default.rs).
-    Here engines have no host, disk or shared cache to give credit for. Decode blocks are the prompts in progress: what
-    two requests share is counted twice, theirs is not.
+    The default selector of Dynamo's KV router (ai-dynamo/dynamo
+    lib/kv-router/src/scheduling/selector/default.rs). Engines here have no host, disk or shared
+    cache to credit. Decode blocks are the prompts in progress; blocks shared by two requests count
+    twice here, once there.
 
-    overlap_score_credit          what a cached block is worth, in blocks to prefill
-    overlap_score_credit_decay    how fast that fades with the queue beyond the shortest one
-    prefill_load_scale            weight of blocks to prefill against blocks in use
-    decode_active_request_weight  blocks that a request in progress counts for besides its own
-    router_temperature            0 takes the least cost, above it costs are drawn by softmax
+    overlap_score_credit          value of a cached block, in blocks to prefill
+    overlap_score_credit_decay    how fast that value decays with the queue beyond the shortest one
+    prefill_load_scale            weight of blocks to prefill relative to blocks in use
+    decode_active_request_weight  blocks an active request counts for in addition to its own
+    router_temperature            0 picks the least cost; above 0 costs are drawn by softmax
     block_size                    tokens per block
     """
 
@@ -48,19 +52,23 @@ class DynamoKv(Preset, frozen=True):
 
 
 def blocks(rule: DynamoKv) -> Scorer:
-    """Minus the cost, in blocks."""
+    """Score by the negative cost, in blocks."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
-    credit, decay, size = rule.overlap_score_credit, rule.overlap_score_credit_decay, rule.block_size
+    credit, decay, size = (
+        rule.overlap_score_credit,
+        rule.overlap_score_credit_decay,
+        rule.block_size,
+    )
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         loads = [candidate.load for candidate in candidates]
-        prompt = ask.request.prompt_tokens
+        prompt = query.request.prompt_tokens
         shortest = min(load.prefill_tokens for load in loads)
         fading = decay / max(1, prompt)
         scores = []
-        for load, cached in zip(loads, held(ask, candidates), strict=True):
-            worth = credit / (1.0 + fading * (load.prefill_tokens - shortest))
-            prefill = load.prefill_tokens + prompt - worth * cached
+        for load, cached in zip(loads, held(query, candidates), strict=True):
+            value = credit / (1.0 + fading * (load.prefill_tokens - shortest))
+            prefill = load.prefill_tokens + prompt - value * cached
             tokens = scale * prefill if prefill > 0 else 0.0
             tokens += load.decode_tokens + load.prefill_tokens
             scores.append(-tokens / size - per_request * load.in_flight)

@@ -1,21 +1,32 @@
-"""Mooncake's early rejection: nobody enters whose first token or whose next ones are predicted too late."""
+"""Mooncake's early rejection: refuse requests whose predicted TTFT or TPOT is too long."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
-from policies.appraisal import appraise
-from policies.bounds import Amount
-from policies.latency import tpot_s
+from policies.admission.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    RoomView,
+    Shed,
+    Verdict,
+    crowd,
+    no_capacity,
+)
+from policies.latency.latency import tpot_s
 from policies.model import Ask, Candidate
+from policies.param_types import Amount
+from policies.pricing.cost_estimate import appraise
 
 
 class EarlyRejection(AdmissionPreset, frozen=True):
-    """Refused at the door if the best predicted TTFT, or TPOT, is beyond its share of the SLO; then caps.
+    """Refuse a new request if the best predicted TTFT or TPOT exceeds its share of the SLO.
 
-    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is spent. Taken
-    literally (margin 1) it admits everyone to the very edge; smaller margins leave room.
+    Then apply caps.
+
+    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is
+    spent. Taken literally (margin 1) it admits up to the very limit; smaller margins leave room.
 
     margin  share of the TTFT and TPOT budgets that the prediction may take
     """
@@ -27,7 +38,7 @@ class EarlyRejection(AdmissionPreset, frozen=True):
 
 
 class EarlyRejector(Cap):
-    """The rule, then the cap. Learns nothing."""
+    """The rule, then the cap. Stateless."""
 
     __slots__ = ("_margin",)
 
@@ -36,24 +47,32 @@ class EarlyRejector(Cap):
         self.name, self.calm, self.reads_beliefs = "early_rejection", False, True
         self._margin = margin
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if not room.at_door:
-            return super().judge(ask, candidates, room)
-        if room.capacity <= 0:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if not queue.at_door:
+            return super().judge(query, candidates, queue)
+        if queue.capacity <= 0:
             return no_capacity()
-        request, slo = ask.request, ask.request.slo
-        first_s, first_most = appraise(ask, candidates).ttft_s, self._margin * slo.ttft_s
+        request, slo = query.request, query.request.slo
+        first_s, first_most = appraise(query, candidates).ttft_s, self._margin * slo.ttft_s
         if first_s > first_most:
             over = first_s - first_most
-            return Shed("ttft", over, f"{_told('first token', first_s, first_most)} s. {crowd(room, over)}.")
+            return Shed(
+                "ttft",
+                over,
+                f"{_late_text('first token', first_s, first_most)} s. {crowd(queue, over)}.",
+            )
         loads = [candidate.load for candidate in candidates if candidate.load.available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
         step_most = self._margin * slo.tpot_s
         if step_s > step_most:
-            expected_s = room.drain.seconds_for(1, ask.now)
-            return Shed("tpot", expected_s, f"{_told('token', step_s, step_most)} s each. {crowd(room, expected_s)}.")
-        return super().judge(ask, candidates, room)
+            expected_s = queue.drain.seconds_for(1, query.now)
+            return Shed(
+                "tpot",
+                expected_s,
+                f"{_late_text('token', step_s, step_most)} s each. {crowd(queue, expected_s)}.",
+            )
+        return super().judge(query, candidates, queue)
 
 
-def _told(what: str, predicted_s: float, most_s: float) -> str:
-    return f"The {what} is expected after {predicted_s:.3g} s, and may take {most_s:.3g}"
+def _late_text(unit: str, predicted_s: float, most_s: float) -> str:
+    return f"The {unit} is expected after {predicted_s:.3g} s, and may take {most_s:.3g}"

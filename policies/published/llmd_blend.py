@@ -1,25 +1,28 @@
-"""llm-d's blend: prefix, queue, memory and turns of those without a hit, each 0 to 1, added up 3:2:2:2."""
+"""llm-d's blend: scores for prefix, queue, memory and turns of cold prompts, each 0 to 1, weighted
+3:2:2:2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount
 from policies.contract import Policy, Scorer, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held, kv_used, queued
 
 
 class LlmdBlend(Preset, frozen=True):
-    """Cached share of the prompt, short queue, free KV memory, and turns for prompts that nobody holds, as 3:2:2:2.
+    """Weight cached share of the prompt, short queue, free KV, and turns for prompts without any
+    cache hit as 3:2:2:2.
 
-    The default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3, queue-scorer 2,
-    kv-cache-utilization-scorer 2, no-hit-lru-scorer 2, max-score-picker.
+    The default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
+    queue-scorer 2, kv-cache-utilization-scorer 2, no-hit-lru-scorer 2, max-score-picker.
 
-    prefix_weight, queue_weight, kv_weight, no_hit_weight  of the four scores, each 0 to 1
-    fresh_s                                                how old a scrape may be to be believed, seconds
+    prefix_weight, queue_weight, kv_weight, no_hit_weight  weights of the four scores, each 0 to 1
+    fresh_s                                                maximum age of a scrape in seconds
     """
 
     prefix_weight: Amount = 3.0
@@ -44,39 +47,41 @@ class LlmdBlend(Preset, frozen=True):
         )
 
 
-def cached_share(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-    """Share of the prompt that is cached there."""
-    prompt = max(1, ask.request.prompt_tokens)
-    return [tokens / prompt for tokens in held(ask, candidates)]
+def cached_share(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """Return the cached share of the prompt at each candidate."""
+    prompt = max(1, query.request.prompt_tokens)
+    return [tokens / prompt for tokens in held(query, candidates)]
 
 
 def short_queue(fresh_s: float) -> Scorer:
-    """1 for the shortest queue, 0 for the longest; 1 for all when they are equal."""
+    """Score 1 for the shortest queue and 0 for the longest; 1 for all if they are equal."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        oldest = ask.now - fresh_s
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        oldest = query.now - fresh_s
         queues = [queued(candidate.load, oldest) for candidate in candidates]
         longest = max(queues)
         span = longest - min(queues)
-        return [(longest - mine) / span for mine in queues] if span else [1.0] * len(queues)
+        return [(longest - queue) / span for queue in queues] if span else [1.0] * len(queues)
 
     return score
 
 
 def free_memory(fresh_s: float) -> Scorer:
-    """Share of KV memory not in use."""
+    """Score the share of KV memory that is not in use."""
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        oldest = ask.now - fresh_s
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        oldest = query.now - fresh_s
         return [1.0 - kv_used(candidate.load, oldest) for candidate in candidates]
 
     return score
 
 
 class ColdTurns:
-    """Who had the last prompt that nobody held: the longest ago scores 1, the latest 0, those who never had one 1.
+    """Which endpoint got the last prompts that no endpoint had cached: longest ago scores 1, latest
+    0, never 1.
 
-    A prompt that somebody holds leaves all alike. Owned by the policy value it was built for.
+    A prompt that some endpoint has cached scores all equally. Belongs to the policy it was built
+    for.
     """
 
     __slots__ = ("_last", "_turn")
@@ -85,17 +90,17 @@ class ColdTurns:
         self._turn = 0
         self._last: dict[int, int] = {}
 
-    def score(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        if len(candidates) == 1 or any(held(ask, candidates)):
+    def score(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        if len(candidates) == 1 or any(held(query, candidates)):
             return [0.5] * len(candidates)
         last, step = self._last, 1.0 / (len(candidates) - 1)
         turns = [last.get(candidate.load.slot, 0) for candidate in candidates]
-        place = {turn: place for place, turn in enumerate(sorted(turns))}
-        return [1.0 - step * place[turn] if turn else 1.0 for turn in turns]
+        rank = {turn: rank for rank, turn in enumerate(sorted(turns))}
+        return [1.0 - step * rank[turn] if turn else 1.0 for turn in turns]
 
-    def pick(self, ask: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-        chosen = pickers.best(ask, candidates, scores)
-        if not any(held(ask, candidates)):
+    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+        chosen = pickers.best(query, candidates, scores)
+        if not any(held(query, candidates)):
             self._turn += 1
             self._last[candidates[chosen].load.slot] = self._turn
         return chosen

@@ -1,4 +1,4 @@
-"""llm-d's token-aware router: sticky until saturated, then least tokens."""
+"""llm-d's token-aware router: warm endpoints until they are saturated, then the fewest tokens."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from collections.abc import Sequence
 from typing import Literal
 
 from policies import pickers, scorers
-from policies.bounds import Amount, Positive, Share
 from policies.contract import Filter, Policy, Weighted
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Positive, Share
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 
 
 class LlmdToken(Preset, frozen=True):
-    """Least prefill tokens queued and new, among warm endpoints unless their queues are too much longer than others'.
+    """Pick the fewest queued and new prefill tokens among warm endpoints, unless their queues are
+    too much longer.
 
-    llm-d's default since August 2026 (llm-d blog, 2026-08-17). Warm is who holds `warm_share` of the prompt. Its
-    R_peak, prompt tokens per second of one calibrated chunk, is by default what is believed of each endpoint.
+    llm-d's default since August 2026 (llm-d blog, 2026-08-17). An endpoint is warm if it has
+    `warm_share` of the prompt cached. Its R_peak, prompt tokens per second of one calibrated chunk,
+    defaults to the learned speed of each endpoint.
 
     warm_share         share of the prompt that must be cached to count as warm
-    patience_s         seconds of queue that warm endpoints may be behind before all are asked
-    peak_tokens_per_s  R_peak of the pool; None: of each endpoint, as learnt
-    bound              what is scarce: prefill takes the fewest tokens, decode the fewest requests
-    fresh_s            how old a scrape may be to tell of others' requests, seconds
+    patience_s         seconds by which warm queues may be longer before all endpoints are
+                       considered
+    peak_tokens_per_s  R_peak of the pool; None: of each endpoint, as learned
+    bound              the scarce resource: prefill picks the fewest tokens, decode the fewest
+                       requests
+    fresh_s            maximum age of a scrape, for external requests, in seconds
     """
 
     warm_share: Share = 0.8
@@ -35,39 +39,61 @@ class LlmdToken(Preset, frozen=True):
     def build(self) -> Policy:
         return Policy(
             name="llmd_token",
-            filters=(*ORDINARY, warm_until_saturated(self.warm_share, self.patience_s, self.peak_tokens_per_s)),
-            scorers=(Weighted(queued_and_new if self.bound == "prefill" else scorers.fewest_requests(self.fresh_s)),),
+            filters=(
+                *ORDINARY,
+                warm_until_saturated(self.warm_share, self.patience_s, self.peak_tokens_per_s),
+            ),
+            scorers=(
+                Weighted(
+                    queued_and_new
+                    if self.bound == "prefill"
+                    else scorers.fewest_requests(self.fresh_s)
+                ),
+            ),
             picker=pickers.best,
             reads_prefix=True,
             reads_beliefs=self.peak_tokens_per_s is None,
         )
 
 
-def warm_until_saturated(warm_share: float, patience_s: float, peak_tokens_per_s: float | None) -> Filter:
-    """Those who hold most of the prompt, unless the shortest of their queues is `patience_s` longer than others'."""
+def warm_until_saturated(
+    warm_share: float, patience_s: float, peak_tokens_per_s: float | None
+) -> Filter:
+    """Keep endpoints with most of the prompt cached, unless the shortest of their queues is
+    `patience_s` longer.
+    """
 
-    def warm(ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        least = max(1.0, warm_share * ask.request.prompt_tokens)
-        mine = held(ask, candidates)
-        kept = [candidate for candidate, tokens in zip(candidates, mine, strict=True) if tokens >= least]
-        if not kept or len(kept) == len(candidates):
+    def warm(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        required = max(1.0, warm_share * query.request.prompt_tokens)
+        cached = held(query, candidates)
+        warm_candidates = [
+            candidate
+            for candidate, tokens in zip(candidates, cached, strict=True)
+            if tokens >= required
+        ]
+        if not warm_candidates or len(warm_candidates) == len(candidates):
             return candidates
         cold = min(
             _queue_s(candidate, peak_tokens_per_s)
-            for candidate, tokens in zip(candidates, mine, strict=True)
-            if tokens < least
+            for candidate, tokens in zip(candidates, cached, strict=True)
+            if tokens < required
         )
-        return kept if min(_queue_s(each, peak_tokens_per_s) for each in kept) - cold <= patience_s else candidates
+        return (
+            warm_candidates
+            if min(_queue_s(candidate, peak_tokens_per_s) for candidate in warm_candidates) - cold
+            <= patience_s
+            else candidates
+        )
 
     return warm
 
 
-def queued_and_new(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-    """-(Q + u)"""
-    prompt = ask.request.prompt_tokens
+def queued_and_new(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """Score -(Q + u)."""
+    prompt = query.request.prompt_tokens
     return [
         float(cached - prompt - candidate.load.prefill_tokens)
-        for candidate, cached in zip(candidates, held(ask, candidates), strict=True)
+        for candidate, cached in zip(candidates, held(query, candidates), strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Llumnix: least prefill work ahead of the first token, then least work in generation."""
+"""Llumnix: least prefill work before the first token, then least decode work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 from policies import pickers
 from policies.contract import Policy, Weighted
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 
 
 class Llumnix(Preset, frozen=True):
-    """Least uncached tokens queued and new; among equals the least context in generation. No parameters.
+    """Pick the fewest queued and new uncached tokens; break ties by the least decode context.
 
-    The cache-aware order of Llumnix (OSDI'24; llumnix-project 2026): its queue is brought up to now by a step model
-    between reports of the engine. Here the backlog's end (`ready_at`) does that, turned back into tokens. Its adaptive
-    roles and migrations move running requests between engines, which a gateway cannot.
+    No parameters.
+
+    The cache-aware order of Llumnix (OSDI'24; llumnix-project 2026). There a step model
+    extrapolates the queue between reports of the engine; here the predicted end of the backlog
+    does, converted back to tokens. Its adaptive roles and migrations move running requests between
+    engines, which a gateway cannot do.
     """
 
     def build(self) -> Policy:
@@ -30,10 +34,10 @@ class Llumnix(Preset, frozen=True):
         )
 
 
-def prefill_ahead(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-    """-(Q + u), Q what is left of the booked prefill tokens by now."""
-    now, prompt, scores = ask.now, ask.request.prompt_tokens, []
-    for candidate, cached in zip(candidates, held(ask, candidates), strict=True):
+def prefill_ahead(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """Score -(Q + u), where Q is the present rest of the booked prefill tokens."""
+    now, prompt, scores = query.now, query.request.prompt_tokens, []
+    for candidate, cached in zip(candidates, held(query, candidates), strict=True):
         load = candidate.load
         queue: float = load.prefill_tokens
         if queue and load.token_s > 0.0:

@@ -12,10 +12,11 @@ from policies.published.view import held
 
 
 class LMetric(Preset, frozen=True):
-    """Least product of prefill tokens ahead of the first token and requests there. No parameters.
+    """Pick the least product of prefill tokens before the first token and requests. No parameters.
 
-    LMetric (OSDI'26, arXiv 2603.15202): the product needs no weight between its factors. The first factor is the
-    queue and what this prompt adds, the second counts this request too, as AIBrix's port has it (l_metric_local.go).
+    LMetric (OSDI'26, arXiv 2603.15202): the product needs no weight between its factors. The first
+    factor is the queue plus this prompt's uncached tokens; the second includes this request, as in
+    AIBrix's port (l_metric_local.go).
     """
 
     def build(self) -> Policy:
@@ -28,10 +29,12 @@ class LMetric(Preset, frozen=True):
         )
 
 
-def product(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-    """-(Q + u) * (N + 1)"""
-    prompt = ask.request.prompt_tokens
+def product(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """Score -(Q + u) * (N + 1)."""
+    prompt = query.request.prompt_tokens
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
-        for load, cached in zip((each.load for each in candidates), held(ask, candidates), strict=True)
+        for load, cached in zip(
+            (candidate.load for candidate in candidates), held(query, candidates), strict=True
+        )
     ]

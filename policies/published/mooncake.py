@@ -12,11 +12,14 @@ from policies.published.view import held, ttfts
 
 
 class Mooncake(Preset, frozen=True):
-    """Least expected time to the first token: queue, then the prefill of what is not cached there. No parameters.
+    """Pick the least expected time to the first token: queue plus the prefill of uncached tokens.
 
-    Mooncake (FAST'25), algorithm 1, with a roofline of the hardware in place of its offline polynomial, and
-    without its transfer branch: engines take another's prefix only in a handoff from prefill to decode, so a prefix
-    cannot be pulled for a request that is then computed elsewhere. Its rejections are an admission, `early_rejection`.
+    No parameters.
+
+    Mooncake (FAST'25), algorithm 1, with a roofline of the hardware instead of its offline
+    polynomial, and without its transfer branch: engines fetch a prefix only in a handoff from
+    prefill to decode, so a prefix cannot be fetched for a request that is computed elsewhere. Its
+    rejections are the admission `early_rejection`.
     """
 
     def build(self) -> Policy:
@@ -30,6 +33,6 @@ class Mooncake(Preset, frozen=True):
         )
 
 
-def soonest(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-    """Minus the expected TTFT, seconds."""
-    return [-seconds for seconds in ttfts(ask, candidates, held(ask, candidates))]
+def soonest(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    """Score the negative expected TTFT in seconds."""
+    return [-seconds for seconds in ttfts(query, candidates, held(query, candidates))]

@@ -1,19 +1,20 @@
-"""Power of two choices: the emptier of two endpoints drawn at random."""
+"""Power of two choices: the less loaded of two endpoints drawn at random."""
 
 from __future__ import annotations
 
 from policies import pickers, scorers
-from policies.bounds import Amount
 from policies.contract import Policy, Weighted
+from policies.param_types import Amount
 from policies.presets import ORDINARY, Preset
 
 
 class PowerOfTwo(Preset, frozen=True):
-    """The one with fewer requests of two drawn at random.
+    """Pick the endpoint with fewer requests of two drawn at random.
 
-    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of SGLang's router.
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of
+    SGLang's router.
 
-    fresh_s  how old a scrape may be to tell of others' requests, seconds
+    fresh_s  maximum age of a scrape, for external requests, in seconds
     """
 
     fresh_s: Amount = 5.0

@@ -1,27 +1,39 @@
-"""Saturation of a pool as llm-d's scheduler measures it, and its two ways of shedding by it: a cliff and a ramp."""
+"""Saturation of a pool as llm-d's scheduler measures it, and its two ways of shedding by it: a
+threshold and a ramp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, RoomView, Shed, Verdict, crowd, no_capacity
-from policies.bounds import Amount, Exponent, Positive
+from policies.admission.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    RoomView,
+    Shed,
+    Verdict,
+    crowd,
+    no_capacity,
+)
 from policies.model import Ask, Candidate
+from policies.param_types import Amount, Exponent, Positive
 from policies.published.view import is_fresh, kv_used, queued
 
 BEYOND = 1e3
-"""So many times saturated is as much as any more, and its powers are still numbers."""
+"""Cap of the saturation, so that its powers stay finite."""
 
 
 class GieSaturation(AdmissionPreset, frozen=True):
-    """Refused is who has a priority below 0 while the pool is saturated; then caps.
+    """Refuse requests with a negative priority while the pool is saturated; then apply caps.
 
-    The saturation detector and legacy admission of the Gateway API Inference Extension (llm-d), thresholds as there.
-    Its metrics are milliseconds old and count as saturated when they are not; ours are a scrape, or our own bookings.
+    The saturation detector and legacy admission of the Gateway API Inference Extension (llm-d),
+    with its thresholds. There, metrics are milliseconds old, and stale ones count as saturated;
+    here they are those of a scrape, or own bookings.
 
-    queue_depth  requests that wait in an engine at which it counts as saturated
+    queue_depth  waiting requests at which an engine counts as saturated
     kv_usage     share of its KV in use at which it does
-    fresh_s      how old a scrape may be to be believed, seconds
+    fresh_s      maximum age of a scrape in seconds
     """
 
     queue_depth: Positive = 5.0
@@ -29,16 +41,20 @@ class GieSaturation(AdmissionPreset, frozen=True):
     fresh_s: Amount = 5.0
 
     def build(self) -> Admission:
-        return SheddingBySaturation("gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None)
+        return SheddingBySaturation(
+            "gie_saturation", self.queue_depth, self.kv_usage, self.fresh_s, None
+        )
 
 
 class Probabilistic(AdmissionPreset, frozen=True):
-    """Refused is who has a priority below 0, with a probability of k * saturation ** power; then caps.
+    """Refuse requests with a negative priority with probability k * saturation ** power.
 
-    llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog, 2026): 1 in 100 at a saturation
-    of 0.13, everybody at 0.32.
+    Then apply caps.
 
-    power, k                        of the ramp
+    llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog, 2026): 1 in
+    100 at a saturation of 0.13, all at 0.32.
+
+    power, k                        shape of the ramp
     queue_depth, kv_usage, fresh_s  as for gie_saturation
     """
 
@@ -50,50 +66,67 @@ class Probabilistic(AdmissionPreset, frozen=True):
 
     def build(self) -> Admission:
         ramp = (self.power, self.k)
-        return SheddingBySaturation("probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp)
+        return SheddingBySaturation(
+            "probabilistic", self.queue_depth, self.kv_usage, self.fresh_s, ramp
+        )
 
 
 def saturation(
     candidates: Sequence[Candidate], now: float, queue_depth: float, kv_usage: float, fresh_s: float
 ) -> float:
-    """Mean over available candidates of the larger of queue / queue_depth and KV in use / kv_usage; 1 for nobody."""
+    """Return the mean over available candidates of max(queue / queue_depth, KV use / kv_usage).
+
+    1 if there are none.
+    """
     oldest, total, count = now - fresh_s, 0.0, 0
     for candidate in candidates:
         load = candidate.load
         if load.available:
-            waiting = load.waiting if load.waiting is not None and is_fresh(load, oldest) else queued(load, oldest)
+            waiting = (
+                load.waiting
+                if load.waiting is not None and is_fresh(load, oldest)
+                else queued(load, oldest)
+            )
             total += max(waiting / queue_depth, kv_used(load, oldest) / kv_usage)
             count += 1
     return total / count if count else 1.0
 
 
 class SheddingBySaturation(Cap):
-    """The rule, then the cap. `ramp` is (power, k), None for a cliff at 1. Learns nothing."""
+    """The rule, then the cap. `ramp` is (power, k), or None for a threshold at 1. Stateless."""
 
     __slots__ = ("_fresh_s", "_kv_usage", "_queue_depth", "_ramp")
 
     def __init__(
-        self, name: str, queue_depth: float, kv_usage: float, fresh_s: float, ramp: tuple[float, float] | None
+        self,
+        name: str,
+        queue_depth: float,
+        kv_usage: float,
+        fresh_s: float,
+        ramp: tuple[float, float] | None,
     ) -> None:
         super().__init__()
         self.name, self.calm = name, False
         self._queue_depth, self._kv_usage, self._fresh_s = queue_depth, kv_usage, fresh_s
         self._ramp = ramp
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        if not room.at_door or ask.request.priority >= 0:
-            return super().judge(ask, candidates, room)
-        if room.capacity <= 0:
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if not queue.at_door or query.request.priority >= 0:
+            return super().judge(query, candidates, queue)
+        if queue.capacity <= 0:
             return no_capacity()
-        found = saturation(candidates, ask.now, self._queue_depth, self._kv_usage, self._fresh_s)
-        if self._sheds(ask, found):
-            expected_s = room.drain.seconds_for(1, ask.now)
-            told = f"The pool is saturated at {found:.2f}, and a priority of {ask.request.priority} gives way"
-            return Shed("saturated", expected_s, f"{told}. {crowd(room, expected_s)}.")
-        return super().judge(ask, candidates, room)
+        saturation_ = saturation(
+            candidates, query.now, self._queue_depth, self._kv_usage, self._fresh_s
+        )
+        if self._sheds(query, saturation_):
+            expected_s = queue.drain.seconds_for(1, query.now)
+            pool = f"The pool is saturated at {saturation_:.2f}"
+            text = f"{pool}, and requests of priority {query.request.priority} are refused"
+            return Shed("saturated", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+        return super().judge(query, candidates, queue)
 
-    def _sheds(self, ask: Ask, found: float) -> bool:
+    def _sheds(self, query: Ask, saturation_: float) -> bool:
         if self._ramp is None:
-            return found >= 1.0
+            return saturation_ >= 1.0
         power, k = self._ramp
-        return ask.rng.random() < k * float(min(found, BEYOND) ** power)
+        return query.rng.random() < k * float(min(saturation_, BEYOND) ** power)

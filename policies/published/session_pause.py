@@ -1,30 +1,46 @@
-"""Dynamo's session-aware admission: sessions pause when their contexts outgrow an engine's KV, and resume below it."""
+"""Dynamo's session-aware admission: sessions pause when their contexts outgrow an engine's KV, and
+resume below it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from policies.admission import Admission, AdmissionPreset, Cap, Outcome, RoomView, Shed, Verdict
-from policies.bounds import Amount, Count, Number, Positive
+from policies.admission.admission import (
+    Admission,
+    AdmissionPreset,
+    Cap,
+    Outcome,
+    RoomView,
+    Shed,
+    Verdict,
+)
 from policies.model import Ask, Candidate, Pick, Request
+from policies.param_types import Amount, Count, Number, Positive
 
 
 class SessionPause(AdmissionPreset, frozen=True):
-    """Sessions pause while an engine's contexts exceed 0.95 of its KV, until 0.80; others enter where they fit.
+    """Pause sessions while an engine's contexts exceed 0.95 of its KV, down to 0.80.
 
-    Dynamo's session-aware queue admission (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent).
-    There a paused session's request is held; a line that one request may block cannot do that, so here it is refused
-    and told when it is looked at again. Where a session goes is the policy's choice, not this rule's.
+    Admit others where they fit.
 
-    pause_threshold, pause_target    share of an engine's KV above which sessions pause, and down to which
+    Dynamo's session-aware queue admission
+    (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent). There the request of
+    a paused session is held. A queue that one request could block cannot do that, so here it is
+    refused, with the time of the next decision. Where a session goes is the policy's choice, not
+    this rule's.
+
+    pause_threshold, pause_target    share of an engine's KV above which sessions pause, and down to
+                                     which
     resume_hysteresis                how far below the threshold resuming stays
-    resume_timeout_s                 a session paused for so long resumes in any case
-    scheduler_interval_s             how often pausing and resuming are decided
-    acting_token_weight              weight of the context of a session that is not being answered, when pausing
+    resume_timeout_s                 a session paused for this long resumes in any case
+    scheduler_interval_s             time between decisions about pausing and resuming
+    acting_token_weight              weight of the context of an idle session when pausing
     acting_decay_tau_s               ... and the half-life of that weight when resuming
-    buffer_per_program               tokens that a session counts for besides its context
-    session_retention_s, absent_s    how long a silent session is remembered, and one that was refused before its first
-    most_sessions                    remembered at most
+    buffer_per_program               tokens that a session counts for in addition to its context
+    session_retention_s, absent_s    how long an idle session is stored, and one that was refused
+                                     before its first request
+    most_sessions                    maximum number of stored sessions
     """
 
     pause_threshold: Amount = 0.95
@@ -44,10 +60,24 @@ class SessionPause(AdmissionPreset, frozen=True):
 
 
 class Program:
-    """One session. `acting_s`: since when it is not being answered; `paused_s`: since when it is paused, None if it
-    is not; `asked_s`: when it last came; `marked`: it pauses as soon as its answer is whole."""
+    """One session.
 
-    __slots__ = ("acting_s", "asked_s", "in_flight", "marked", "paused_s", "slot", "steps", "tokens")
+    acting_s   since when it is idle
+    paused_s   since when it is paused; None if it is not
+    asked_s    when its last request came
+    marked     it pauses as soon as its running answer is complete
+    """
+
+    __slots__ = (
+        "acting_s",
+        "asked_s",
+        "in_flight",
+        "marked",
+        "paused_s",
+        "slot",
+        "steps",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, now: float) -> None:
         self.tokens = tokens
@@ -74,145 +104,190 @@ class SessionPauser(Cap):
         self._kv: dict[int, float] = {}
         self._next_s = 0.0
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        session, now = ask.request.session, ask.now
-        if not room.at_door or not session or room.capacity <= 0 or self._may_enter(ask, candidates):
-            return super().judge(ask, candidates, room)
-        one = self._programs.get(session)
-        if one is None and len(self._programs) < self._rule.most_sessions:  # strangers push nobody out
-            one = self._programs[session] = Program(ask.request.prompt_tokens, now)
-        if one is not None:
-            self._pause(one, now)
-            one.asked_s = now
-        again_s = max(0.0, self._next_s - now) or self._rule.scheduler_interval_s
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        session, now = query.request.session, query.now
+        if (
+            not queue.at_door
+            or not session
+            or queue.capacity <= 0
+            or self._may_enter(query, candidates)
+        ):
+            return super().judge(query, candidates, queue)
+        program = self._programs.get(session)
+        if (
+            program is None and len(self._programs) < self._rule.most_sessions
+        ):  # new sessions do not displace stored ones
+            program = self._programs[session] = Program(query.request.prompt_tokens, now)
+        if program is not None:
+            self._pause(program, now)
+            program.asked_s = now
+        retry_s = max(0.0, self._next_s - now) or self._rule.scheduler_interval_s
         used, total = sum(self._used.values()), sum(self._kv.values())
-        told = f"Active sessions hold {used:.0f} of {total:.0f} tokens of KV and {self._paused} sessions are paused"
-        return Shed("session_paused", again_s, f"{told}; this one is looked at again in {again_s:.1f} s.")
+        text = (
+            f"Active sessions use {used:.0f} of {total:.0f} tokens of KV "
+            f"and {self._paused} sessions are paused"
+        )
+        return Shed(
+            "session_paused", retry_s, f"{text}; this one is checked again in {retry_s:.1f} s."
+        )
 
-    def _may_enter(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
-        self._see(candidates)
-        one = self._programs.get(ask.request.session)
-        if one is not None and one.paused_s is not None:
+    def _may_enter(self, query: Ask, candidates: Sequence[Candidate]) -> bool:
+        self._read_capacity(candidates)
+        program = self._programs.get(query.request.session)
+        if program is not None and program.paused_s is not None:
             return False
-        if not self._kv or (one is not None and (one.in_flight or one.slot in self._kv)):
+        if not self._kv or (
+            program is not None and (program.in_flight or program.slot in self._kv)
+        ):
             return True
-        if one is None and self._paused:
+        if program is None and self._paused:
             return False
-        needed = ask.request.prompt_tokens + self._rule.buffer_per_program
+        needed = query.request.prompt_tokens + self._rule.buffer_per_program
         return any(kv - self._used.get(slot, 0.0) >= needed for slot, kv in self._kv.items())
 
-    def booked(self, ask: Ask, pick: Pick) -> None:
-        session = ask.request.session
+    def booked(self, query: Ask, pick: Pick) -> None:
+        session = query.request.session
         if not session:
             return
-        one = self._programs.pop(session, None) or Program(0, ask.now)
-        self._programs[session] = one
-        self._unpause(one, None, ask.now)
-        self._count(one, -1)
-        one.tokens, one.asked_s, one.slot = ask.request.prompt_tokens, ask.now, pick.candidate.load.slot
-        one.steps += 1
-        one.in_flight += 1
-        self._count(one, +1)
+        program = self._programs.pop(session, None) or Program(0, query.now)
+        self._programs[session] = program
+        self._unpause(program, None, query.now)
+        self._count(program, -1)
+        program.tokens, program.asked_s, program.slot = (
+            query.request.prompt_tokens,
+            query.now,
+            pick.candidate.load.slot,
+        )
+        program.steps += 1
+        program.in_flight += 1
+        self._count(program, +1)
         if len(self._programs) > self._rule.most_sessions:
             self._forget(next(iter(self._programs)))
 
     def ended(self, request: Request, outcome: Outcome) -> None:
-        one = self._programs.get(request.session)
-        if one is None or not one.in_flight:
+        program = self._programs.get(request.session)
+        if program is None or not program.in_flight:
             return
-        self._count(one, -1)
-        one.in_flight -= 1
-        one.acting_s = outcome.now
+        self._count(program, -1)
+        program.in_flight -= 1
+        program.acting_s = outcome.now
         if outcome.ended == "served":
-            one.tokens = request.prompt_tokens + outcome.output_tokens
-        self._count(one, +1)
-        if one.marked and not one.in_flight:
-            self._pause(one, outcome.now)
+            program.tokens = request.prompt_tokens + outcome.output_tokens
+        self._count(program, +1)
+        if program.marked and not program.in_flight:
+            self._pause(program, outcome.now)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Every `scheduler_interval_s`: forget the silent, resume what fits or is overdue, pause what is too much."""
+        """Every `scheduler_interval_s`: drop idle sessions, resume what fits or is overdue, pause
+        what is too much.
+        """
         if now < self._next_s:
             return
         self._next_s = now + self._rule.scheduler_interval_s
-        self._see(candidates)
+        self._read_capacity(candidates)
         self._expire(now)
         self._resume(now)
         for slot, kv in self._kv.items():
             if self._used.get(slot, 0.0) > self._rule.pause_threshold * kv:
                 self._pause_until(slot, self._rule.pause_target * kv, now)
 
-    def _see(self, candidates: Iterable[Candidate]) -> None:
-        loads = [each.load for each in candidates if each.load.available]
+    def _read_capacity(self, candidates: Iterable[Candidate]) -> None:
+        loads = [candidate.load for candidate in candidates if candidate.load.available]
         self._kv = {load.slot: load.kv_tokens for load in loads if load.kv_tokens is not None}
 
     def _expire(self, now: float) -> None:
         rule = self._rule
-        for session, one in list(self._programs.items()):
-            silent_s = now - max(one.asked_s, one.acting_s or 0.0)
-            if not one.in_flight and silent_s > (rule.session_retention_s if one.steps else rule.absent_s):
+        for session, program in list(self._programs.items()):
+            idle_s = now - max(program.asked_s, program.acting_s or 0.0)
+            if not program.in_flight and idle_s > (
+                rule.session_retention_s if program.steps else rule.absent_s
+            ):
                 self._forget(session)
 
     def _resume(self, now: float) -> None:
-        """Those who ask first, then new ones, then the rest, small before large, each where most is free."""
+        """Resume waiting sessions first, then new ones, then the rest.
+
+        Small ones first, each where most KV is free.
+        """
         rule = self._rule
         ceiling = max(0.0, rule.pause_threshold - rule.resume_hysteresis)
         free = {slot: ceiling * kv for slot, kv in self._kv.items()}
-        for one in self._programs.values():
-            if one.slot in free:
-                free[one.slot] -= self._resident(one, now)
-        for one in sorted((one for one in self._programs.values() if one.paused_s is not None), key=_turn):
-            needed = one.tokens + rule.buffer_per_program
+        for program in self._programs.values():
+            if program.slot in free:
+                free[program.slot] -= self._resident(program, now)
+        for program in sorted(
+            (program for program in self._programs.values() if program.paused_s is not None),
+            key=_resume_order,
+        ):
+            needed = program.tokens + rule.buffer_per_program
             slot = max(free, key=free.__getitem__, default=None)
-            overdue = one.paused_s is not None and now - one.paused_s >= rule.resume_timeout_s
+            overdue = (
+                program.paused_s is not None and now - program.paused_s >= rule.resume_timeout_s
+            )
             if slot is not None and (overdue or free[slot] >= needed):
                 free[slot] -= needed
-                self._unpause(one, slot, now)
+                self._unpause(program, slot, now)
 
     def _pause_until(self, slot: int, target: float, now: float) -> None:
-        """Silent sessions pause, small ones first; if that is not enough, the others as soon as they are answered.
+        """Pause idle sessions, small ones first.
 
-        One that has just resumed keeps its place until the next look: its client has yet to hear of it.
+        If that is not enough, mark the others to pause after their answer.
+
+        One that has just resumed keeps its place until the next decision, because its client does
+        not know yet.
         """
-        here = sorted((one for one in self._programs.values() if one.slot == slot), key=lambda one: one.tokens)
-        for one in here:
+        programs = sorted(
+            (program for program in self._programs.values() if program.slot == slot),
+            key=lambda program: program.tokens,
+        )
+        for program in programs:
             if self._used.get(slot, 0.0) <= target:
                 return
-            if not one.in_flight and one.acting_s != now:
-                self._pause(one, now)
-        for one in here:
-            one.marked = one.marked or bool(one.in_flight)
+            if not program.in_flight and program.acting_s != now:
+                self._pause(program, now)
+        for program in programs:
+            program.marked = program.marked or bool(program.in_flight)
 
-    def _pause(self, one: Program, now: float) -> None:
-        if one.paused_s is None:
-            self._count(one, -1)
-            one.paused_s, one.slot, one.marked = now, None, False
+    def _pause(self, program: Program, now: float) -> None:
+        if program.paused_s is None:
+            self._count(program, -1)
+            program.paused_s, program.slot, program.marked = now, None, False
             self._paused += 1
 
-    def _unpause(self, one: Program, slot: int | None, now: float) -> None:
-        if one.paused_s is not None:
-            one.paused_s, one.slot, one.acting_s = None, slot, now
+    def _unpause(self, program: Program, slot: int | None, now: float) -> None:
+        if program.paused_s is not None:
+            program.paused_s, program.slot, program.acting_s = None, slot, now
             self._paused -= 1
-            self._count(one, +1)
+            self._count(program, +1)
 
     def _forget(self, session: str) -> None:
-        one = self._programs.pop(session)
-        self._count(one, -1)
-        self._paused -= one.paused_s is not None
+        program = self._programs.pop(session)
+        self._count(program, -1)
+        self._paused -= program.paused_s is not None
 
-    def _count(self, one: Program, sign: int) -> None:
-        """Puts an active session's tokens on, or takes them off, what its engine holds."""
-        if one.slot is None or one.paused_s is not None:
+    def _count(self, program: Program, sign: int) -> None:
+        """Add an active session's tokens to its engine, or subtract them."""
+        if program.slot is None or program.paused_s is not None:
             return
-        weight = self._rule.acting_token_weight if not one.in_flight else 1.0
-        tokens = one.tokens * weight + self._rule.buffer_per_program
-        self._used[one.slot] = self._used.get(one.slot, 0.0) + sign * tokens
+        weight = self._rule.acting_token_weight if not program.in_flight else 1.0
+        tokens = program.tokens * weight + self._rule.buffer_per_program
+        self._used[program.slot] = self._used.get(program.slot, 0.0) + sign * tokens
 
-    def _resident(self, one: Program, now: float) -> float:
-        """What an active session counts for when others are to resume: halved for every tau of silence."""
-        idle_s = 0.0 if one.in_flight or one.acting_s is None else max(0.0, now - one.acting_s)
-        return float(one.tokens * 2.0 ** (-idle_s / self._rule.acting_decay_tau_s)) + self._rule.buffer_per_program
+    def _resident(self, program: Program, now: float) -> float:
+        """Return what an active session counts for when others are to resume: halved for every tau
+        of idle time.
+        """
+        idle_s = (
+            0.0
+            if program.in_flight or program.acting_s is None
+            else max(0.0, now - program.acting_s)
+        )
+        return (
+            float(program.tokens * 2.0 ** (-idle_s / self._rule.acting_decay_tau_s))
+            + self._rule.buffer_per_program
+        )
 
 
-def _turn(one: Program) -> tuple[int, int]:
-    asks = one.paused_s is not None and one.asked_s > one.paused_s
-    return (1 if one.steps <= 1 else 0 if asks else 2), one.tokens
+def _resume_order(program: Program) -> tuple[int, int]:
+    asks = program.paused_s is not None and program.asked_s > program.paused_s
+    return (1 if program.steps <= 1 else 0 if asks else 2), program.tokens

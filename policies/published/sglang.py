@@ -1,27 +1,31 @@
-"""SGLang's router: follow the cache while loads are alike, level them when they are not."""
+"""SGLang's router: follow the cache while loads are similar, balance them when they are not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.bounds import Amount, Count, Share
 from policies.contract import Policy, Scorer, Weighted
-from policies.model import Ask, Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate
+from policies.param_types import Amount, Count, Share
 from policies.presets import ORDINARY, Preset
 from policies.published.view import held
 
 
 class SglangCacheAware(Preset, frozen=True):
-    """Longest cached prefix while loads are alike, fewest requests when they are not, else the smallest cache tree.
+    """Pick the longest cached prefix while loads are similar, the fewest requests if not, else the
+    smallest cache tree.
 
-    `cache_aware` of SGLang's router and of its successor SMG (model_gateway/src/policies/cache_aware.rs), with the
-    defaults of its command line. The size of a tree is what the endpoint is believed to hold; ours ages as the
-    engine's cache does, theirs is cut at `max_tree_size`. KV-usage switches of SMG are off there by default.
+    `cache_aware` of SGLang's router and of its successor SMG
+    (model_gateway/src/policies/cache_aware.rs), with its command-line defaults. The size of a tree
+    is what the endpoint is believed to hold; here it ages like the engine's cache, there it is cut
+    at `max_tree_size`. KV-usage switches of SMG are off there by default.
 
-    cache_threshold        share of the prompt that must be cached somewhere to go there
-    balance_abs_threshold  loads differ if the most and the fewest requests are further apart than this, and
-    balance_rel_threshold  if the most is more than so many times the fewest
+    cache_threshold        share of the prompt that must be cached at some endpoint to go there
+    balance_abs_threshold  loads are unbalanced if the most and the fewest requests differ by more
+                           than this, and
+    balance_rel_threshold  the most is more than this multiple of the fewest
     """
 
     cache_threshold: Share = 0.3
@@ -33,7 +37,11 @@ class SglangCacheAware(Preset, frozen=True):
             name="sglang_cache_aware",
             filters=ORDINARY,
             scorers=(
-                Weighted(cache_aware(self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold)),
+                Weighted(
+                    cache_aware(
+                        self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold
+                    )
+                ),
             ),
             picker=pickers.best_then(_requests, _tree),
             reads_prefix=True,
@@ -41,16 +49,18 @@ class SglangCacheAware(Preset, frozen=True):
 
 
 def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
-    """One of three orders by the state of the fleet: minus requests, cached tokens, or minus the size of the tree."""
+    """Score one of three ways by the state of the fleet: negative requests, cached tokens, or
+    negative tree size.
+    """
 
-    def score(ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
         requests = [candidate.load.in_flight for candidate in candidates]
         most, fewest = max(requests), min(requests)
         if most - fewest > most_apart and most > most_times * fewest:
-            return [-float(mine) for mine in requests]
-        mine = held(ask, candidates)
-        if max(mine) > cache_threshold * ask.request.prompt_tokens:
-            return [float(tokens) for tokens in mine]
+            return [-float(cached) for cached in requests]
+        cached = held(query, candidates)
+        if max(cached) > cache_threshold * query.request.prompt_tokens:
+            return [float(tokens) for tokens in cached]
         return [-candidate.load.held_tokens for candidate in candidates]
 
     return score

@@ -1,11 +1,10 @@
-"""What deploy/compile.py, classes.py and declarations.py make of the sources: modules exist, classes become C classes,
-and what Cython is told of them follows from what stands there. What training.py asks for is served."""
+"""What tools/compile/compile.py, tools/compile/classes.py and tools/compile/declarations.py make of the sources: modules exist, classes become C classes,
+and what Cython is told of them follows from what stands there. What tools/compile/training.py asks for is served."""
 
 from __future__ import annotations
 
 import ast
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -13,13 +12,12 @@ from random import Random
 import pytest
 
 from gateway.config import examine_text
+from tools.compile import classes, training
+from tools.compile import compile as compiling
+from tools.compile.declarations import declarations
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "deploy"))
-import classes  # noqa: E402
-import compile as compiling  # noqa: E402
-import training  # noqa: E402
-from declarations import declarations  # noqa: E402
+
 
 PROJECT = compiling.read(ROOT)
 
@@ -54,9 +52,9 @@ def test_every_module_that_is_compiled_exists() -> None:
 
 
 def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("gateway/page.html", "policies/model.py", "pyproject.toml", "deploy/compile.py", "gateway/model.so")
+    names = ("gateway/page.html", "policies/model.py", "pyproject.toml", "tools/compile/compile.py", "gateway/model.so")
     for name in (*names, *compiling.PROJECT, "requirements-compile.lock"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")
     monkeypatch.setattr(compiling, "ROOT", tmp_path)
     seen = [compiling._made_of()]
@@ -68,7 +66,7 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypa
 
 
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
-    for name in ("gateway.relay.Relay", "gateway.upstream.Connection", "gateway.outbox.Outbox"):
+    for name in ("gateway.protocol.relay.Relay", "gateway.http.upstream.Connection", "gateway.http.write_queue.Outbox"):
         assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
 
 
@@ -77,9 +75,9 @@ def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
         "    cdef public Relay _relay",
         "    cdef public Outbox _outbox",
         "    cpdef object data_received(self, bytes data)",
-    } <= set(told("gateway.upstream"))
-    assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.relay")
-    assert "    cpdef object post(self, object transport, bytes data)" in told("gateway.outbox")
+    } <= set(told("gateway.http.upstream"))
+    assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.protocol.relay")
+    assert "    cpdef object post(self, object transport, bytes data)" in told("gateway.http.write_queue")
 
 
 def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is() -> None:
@@ -150,9 +148,9 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
 
 
 def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
-    declared = [line for line in told("policies.price") if line.startswith("    cdef public double ")]
-    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.price._Asked"]) or ())
-    others = set(PROJECT.compiled) - {"policies.price"}
+    declared = [line for line in told("policies.pricing.price") if line.startswith("    cdef public double ")]
+    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.pricing.price._RequestTerms"]) or ())
+    others = set(PROJECT.compiled) - {"policies.pricing.price"}
     assert not [line for module in others for line in told(module) if "double" in line]
     for module in others:
         for each in ast.walk(PROJECT.trees[module]):

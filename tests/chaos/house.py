@@ -13,11 +13,11 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.upstream import Patience
+from gateway.http.upstream import Patience
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 from tests.patient import patient
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from kvtransfer.clock import ThreadClock
 from kvtransfer.transports.inproc import Wire
+from kvtransfer.util.clock import ThreadClock
 from tests.chaos.kv_trials import BASE, TrialEngine
 from tests.contract.kvtransfer.links import make
 

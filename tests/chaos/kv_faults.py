@@ -12,10 +12,10 @@ from random import Random
 
 import msgspec
 
-from kvtransfer.clock import Clock
-from kvtransfer.regions import Region
-from kvtransfer.reshard import Blocks
-from kvtransfer.transports.base import Laned, Link, LinkOwner, Slice, Transport, Verdict, WindowHead
+from kvtransfer.contract import Laned, Link, LinkOwner, Slice, Transport, Verdict, WindowHead
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.util.clock import Clock
 
 
 class FaultProbabilities(msgspec.Struct, frozen=True):

@@ -12,10 +12,10 @@ import asyncio
 import json
 import sys
 
-from kvtransfer.clock import ThreadClock
-from kvtransfer.handles import Handle
-from kvtransfer.options import Options
+from kvtransfer.transfer.handles import Handle
 from kvtransfer.transports.inproc import Wire
+from kvtransfer.util.clock import ThreadClock
+from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.groups import SMALL, group
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 

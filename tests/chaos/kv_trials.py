@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
-from kvtransfer.clock import Clock, ThreadClock, VirtualClock
-from kvtransfer.ends import End, How, Reason
-from kvtransfer.handles import Handle, Landing, Offer
-from kvtransfer.layout import KvDtype, KvLayout
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.options import Options
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Transport
+from kvtransfer.contract import Transport
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.outcomes import End, How, Reason
+from kvtransfer.transfer.handles import Handle, Landing, Offer
 from kvtransfer.transports.inproc import Inproc, Weather, Wire
+from kvtransfer.util.clock import Clock, ThreadClock, VirtualClock
+from kvtransfer.util.options import Options
 from tests.chaos.kv_faults import FaultProbabilities, FaultyTransport, Proxy
 
 KEY = b"k" * 32

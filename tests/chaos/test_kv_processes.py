@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvtransfer.ends import How, Reason
-from kvtransfer.handles import Landing
-from kvtransfer.options import Options
+from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.transfer.handles import Landing
+from kvtransfer.util.options import Options
 from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
 from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS

@@ -7,11 +7,11 @@ from itertools import repeat
 
 import pytest
 
-from kvtransfer import landing, outlet, sink
-from kvtransfer.credits import Credits
-from kvtransfer.sink import SinkBook
+from kvtransfer.contract import Verdict
+from kvtransfer.transfer import receive_tracker, send_queue, sink
+from kvtransfer.transfer.flow_control import Credits
+from kvtransfer.transfer.sink import SinkBook
 from kvtransfer.transports import inproc
-from kvtransfer.transports.base import Verdict
 from tests.chaos.kv_trials import FAULTS, trial
 
 
@@ -40,16 +40,16 @@ def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
 
 
 def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = SinkBook.landed
+    original = SinkBook.landed
     monkeypatch.setattr(
         SinkBook,
         "landed",
-        lambda self, link, head, _, now: heard(self, link, head, Verdict.OK, now),
+        lambda self, link, head, _, now: original(self, link, head, Verdict.OK, now),
     )
 
 
 def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "_still", lambda *_: lambda: True)
+    monkeypatch.setattr(send_queue, "_still_current", lambda *_: lambda: True)
 
 
 def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,18 +59,18 @@ def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = SinkBook._end
+    original = SinkBook._end
 
     def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
-        commands = over(book, reservation, *why, **how)
-        held = reservation.number in book._reservations
-        return commands + book._resolve(reservation, why[-1]) if held else commands
+        commands = original(book, reservation, *why, **how)
+        is_reserved = reservation.number in book._reservations
+        return commands + book._resolve(reservation, why[-1]) if is_reserved else commands
 
-    monkeypatch.setattr(sink.SinkBook, "_over", early)
+    monkeypatch.setattr(sink.SinkBook, "_end", early)
 
 
 def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing._Spans, "add", lambda *_: True)
+    monkeypatch.setattr(receive_tracker._Spans, "add", lambda *_: True)
 
 
 def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvtransfer.lattice import Runs
-from kvtransfer.transports.base import Slice, Verdict, WindowHead
-from kvtransfer.transports.lanes import LanedLink
+from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.transports.stream.parallel_links import LanedLink
 from tests.contract.kvtransfer.links import BLOCKS, Pair, linked_pair, until
 
 BLOCK_BYTES = 256 << 10

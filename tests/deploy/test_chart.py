@@ -19,8 +19,8 @@ from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonit
 from helm_python import Chart, chart
 
 from gateway.config import Config, examine
-from gateway.observe.alerts import ALERTS
 from tests.authority import Authority
+from tools.monitoring.alerts import ALERTS
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "deploy" / "helm" / "penstock"

@@ -15,9 +15,9 @@ import aiohttp
 import openai
 
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)

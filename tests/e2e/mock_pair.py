@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import Transfer
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.handoff_options import Transfer
+from mockgpu.model_shapes import model_named
 from tests.fair_time import within
 
 PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12

@@ -18,12 +18,12 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.split import bootstrap
+from gateway.disagg import bootstrap_client
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import Transfer
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.handoff_options import Transfer
+from mockgpu.model_shapes import model_named
 from mockgpu.text import expected_text
 from tests.fair_time import PATIENCE_S, within
 from tests.patient import patient
@@ -140,7 +140,7 @@ async def split_house(
         for _ in range(count)
     ]
     async with AsyncExitStack() as stack:
-        stack.enter_context(patch.object(bootstrap, "ANSWER_S", 10.0))  # the servers are slow when this loop is
+        stack.enter_context(patch.object(bootstrap_client, "ANSWER_S", 10.0))  # the servers are slow when this loop is
         members = await stack.enter_async_context(running_fleet(specs))
         rule = {"dialect": dialect, "threshold_tokens": 64, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(

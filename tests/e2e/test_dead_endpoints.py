@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gateway.watch.watcher import RECOVERY_S
+from gateway.fleet.health_checks import RECOVERY_S
 from policies.registry import names
 from tests.e2e.engine_fleet import Fleet, Mode, fleet
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.transports.tls import TlsLink
+from kvtransfer.transports.tls_links import TlsLink
 from mockgpu.text import expected_text
 from tests.contract.kvtransfer.links import tls_files
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair
@@ -56,7 +56,7 @@ async def test_groups_with_certificates_hand_kv_over_by_tls() -> None:
         await groups.at_rest()
         agent = groups.decode.half and groups.decode.half.agent
         assert agent is not None
-        assert [type(line) for line in agent._board._lines] == [TlsLink]
+        assert [type(line) for line in agent._board._peer_links] == [TlsLink]
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
 
 

@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from gateway.app import App
 from gateway.config import Config
 from mockgpu.fleet import running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from tests.patient import patient
 from tests.scraped import total
 

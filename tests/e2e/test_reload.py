@@ -12,7 +12,7 @@ from time import sleep
 import pytest
 from typer.testing import CliRunner
 
-from gateway import cli
+from gateway.cli import main
 from tests.e2e.processes import Gateway, gateway
 from tests.e2e.stub import MODEL, recording_stub
 from tests.fair_time import PATIENCE_S, Stopwatch, pace
@@ -100,7 +100,7 @@ def test_an_edit_a_difference_a_rollback_and_a_bad_edit_read_as_promised(operato
 
 def test_a_hangup_takes_the_file_over_even_if_nothing_is_new(operator: Operator) -> None:
     os.kill(operator.running.pid, signal.SIGHUP)
-    operator.reads("gateway.yaml says what is in force already: v4")
+    operator.reads("gateway.yaml is already in force: v4")
 
 
 def test_commands_speak_json_and_say_who_does_not_answer(operator: Operator) -> None:
@@ -114,5 +114,5 @@ def test_commands_speak_json_and_say_who_does_not_answer(operator: Operator) -> 
 
 
 def typed(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, [*words], env={"NO_COLOR": "1", "COLUMNS": "200"})
+    result = CliRunner().invoke(main.app, [*words], env={"NO_COLOR": "1", "COLUMNS": "200"})
     return result.exit_code, result.output

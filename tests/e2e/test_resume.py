@@ -17,7 +17,7 @@ from tests.scraped import total
 
 STREAMS, TOKENS = 20, 50
 CONFIG = """
-models: [{{name: demo-8b, pool: main, resume: {{}}}}]
+models: [{{name: chat, served_model: demo-8b, pool: main, resume: {{}}}}]
 pools:
   main:
     policy: least_loaded
@@ -41,7 +41,7 @@ async def told(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -
     """One stream, read to its end and compared with what an undisturbed one would say; tokens as it counts them."""
     said = [openai.types.chat.ChatCompletionUserMessageParam(role="user", content=f"What is the depth of {number}?")]
     stream = await sdk.chat.completions.create(
-        model="demo-8b", messages=said, max_tokens=TOKENS, stream=True, stream_options={"include_usage": True}
+        model="chat", messages=said, max_tokens=TOKENS, stream=True, stream_options={"include_usage": True}
     )
     text, heads, reasons, counted = "", set(), [], []
     async for chunk in stream:
@@ -53,6 +53,7 @@ async def told(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -
         if len(text) == 12:
             begun.release()
     assert text == expected_text({"messages": said}, TOKENS)
+    assert {model for _, _, model in heads} == {"chat"}
     assert (len(heads), reasons, len(counted)) == (1, ["length"], 1)
     return counted[0]
 

@@ -18,7 +18,16 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import CACHE_FIRST, KEY, TENANT_KEY, endpoints, heard_out, metric, sharing, until
+from tests.e2e.shared_house import (
+    CACHE_FIRST,
+    KEY,
+    TENANT_KEY,
+    endpoints,
+    heard_out,
+    metric,
+    sharing,
+    until,
+)
 from tests.fair_time import PATIENCE_S, pace
 from tests.redis_server import RedisServer, redis_server
 
@@ -149,7 +158,7 @@ async def test_one_that_is_killed_troubles_nobody_and_is_warm_when_it_comes_back
         os.kill(victim.pid, signal.SIGKILL)
         assert await load > 0.5
     with sharing(tmp_path, "c", engines, redis.url, policy=CACHE_FIRST) as back:
-        assert "shared view: warm in " in back.said
+        assert "shared state: warm in " in back.said
         assert float(back.said.partition("warm in ")[2].partition(" s")[0]) < 5.0
         again = await talk([back.url], seed=3, turns=2)
         assert metric(back, "penstock_blind_picks_total") == 0

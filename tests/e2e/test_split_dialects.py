@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.split.handoffs import TAKEN_S
-from mockgpu.handoff.desk import DECLINING_S
+from gateway.disagg.handoffs import TAKEN_S
+from mockgpu.handoff.kv_handoff import DECLINING_S
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 
 REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "500"))

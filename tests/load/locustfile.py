@@ -1,7 +1,7 @@
 """Locust users that stream chat completions and report TTFT and TPOT beside locust's own whole-request times.
 
     make load                                                          # headless, against a fleet of its own
-    locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # from the project's root, with a web page
+    locust -f bench/load/locustfile.py --host http://127.0.0.1:8080    # from the project's root, with a web page
 
 Rows: `POST chat` is the whole answer; `TTFT chat` the first event with generated content; `TPOT chat` the time per
 token after it. The users' prompts are the shapes of `penstock bench` (planner/bench/workloads.py).

@@ -20,13 +20,19 @@ from typing import Any
 
 import aiohttp
 
-from gateway.observe.boards import family_of
-from gateway.observe.files import RULES, queries
-from gateway.observe.grafana import limited
-from gateway.observe.promql import asked, filled
 from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
-from tests.unit.gateway.observe.test_live_scrape import WITHOUT_A_CHILD, Seen, a_little_of_everything, by_hand, note
+from tests.unit.tools.monitoring.test_live_scrape import (
+    WITHOUT_A_CHILD,
+    Seen,
+    a_little_of_everything,
+    by_hand,
+    note,
+)
+from tools.monitoring.dashboards import family_of
+from tools.monitoring.files import RULES, queries
+from tools.monitoring.grafana import limited
+from tools.monitoring.promql import asked, filled
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtransfer.transports.rdma import Rdma
+from kvtransfer.transports.rdma.transport import Rdma
 from tests.rdma.ends import LinkedEnds
 
 collect_ignore_glob = (

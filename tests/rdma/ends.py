@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.transports.base import Link, Slice, Verdict, WindowHead
-from kvtransfer.transports.rdma import Rdma
-from kvtransfer.transports.rdma_link import RdmaOptions
+from kvtransfer.contract import Link, Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.transports.rdma.link import RdmaOptions
+from kvtransfer.transports.rdma.transport import Rdma
 
 BLOCK = 4096
 PATIENCE_S = 20.0

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.transports.base import TransportError, Verdict
-from kvtransfer.transports.rdma import Rdma
-from kvtransfer.transports.rdma_link import RdmaOptions
+from kvtransfer.contract import TransportError, Verdict
+from kvtransfer.transports.rdma.link import RdmaOptions
+from kvtransfer.transports.rdma.transport import Rdma
 from tests.rdma.ends import BLOCK, LinkedEnds, runs
 
 
@@ -75,7 +75,7 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Link
 def test_bytes_that_are_not_what_the_source_read_are_corrupt(
     ends: LinkedEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.transports.rdma_out.digest_of", lambda *_: 1)
+    monkeypatch.setattr("kvtransfer.transports.rdma.sender.digest_of", lambda *_: 1)
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     ends.put(1, pieces, 0, 4)

@@ -51,7 +51,7 @@ def calm(told: Connection) -> None:
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
     """Return what a process of its own sent, and its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.verbs"])
+    context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.rdma.verbs"])
     hears, tells = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(tells, *args))
     process.start()

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.verbs import (
+from kvtransfer.contract import TransportError
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.transports.rdma.verbs import (
     RECEIVED,
     Completion,
     Completions,

@@ -1,11 +1,13 @@
-"""The excerpt of the Mooncake conversation trace, and what one LRU cache in common would make of a trace."""
+"""The excerpt of the Mooncake conversation trace, and the hit ratio of one shared LRU cache on a
+trace.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest, read_mooncake
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation_1500.jsonl.gz"
@@ -13,18 +15,20 @@ BLOCK_TOKENS = 512
 
 
 def conversation(limit: int | None = None) -> list[TraceRequest]:
-    """The excerpt at its recorded rate."""
+    """Return the excerpt at its recorded rate."""
     return list(read_mooncake(TRACE, limit))
 
 
 def shared_cache_hit_ratio(requests: Iterable[TraceRequest], capacity_tokens: int) -> float:
-    """Hit ratio of one LRU cache with that much memory seeing every request."""
+    """Return the hit ratio of one LRU cache with this much memory that sees every request."""
     cache: dict[int, None] = {}
     hits = total = 0
     for one in requests:
         keys = keys_of(one, BLOCK_TOKENS)
         known = 0
-        while known < min(len(keys), (one.input_tokens - 1) // BLOCK_TOKENS) and keys[known] in cache:
+        while (
+            known < min(len(keys), (one.input_tokens - 1) // BLOCK_TOKENS) and keys[known] in cache
+        ):
             known += 1
         hits += known * BLOCK_TOKENS
         total += one.input_tokens

@@ -1,4 +1,4 @@
-"""Predicted against actual times to first token, on the conversation trace in front of simulated TP groups."""
+"""Predicted against actual TTFT, on the conversation trace with simulated TP groups."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ REQUESTS, WARM_S = 800, 90.0
 def ran(*kinds: Kind, speed: float) -> Run:
     requests = scaled(conversation(REQUESTS), speed)
     fleet = FleetSpec("fleet", kinds)
-    return replay(fleet, traffic(requests), registry.build("prefix_aware", {}), options=Options(scrape_s=None))
+    return replay(
+        fleet, traffic(requests), registry.build("prefix_aware", {}), options=Options(scrape_s=None)
+    )
 
 
 def errors(run: Run) -> list[float]:
-    """Relative errors of predictions after the warm-up, where what was believed to be cached was."""
-    return [error(one) for one in run.records if one.arrived_s > WARM_S and one.end is End.SERVED and known(one)]
+    """Return relative errors of predictions after the warm-up, where the cached tokens were as
+    believed.
+    """
+    return [
+        error(one)
+        for one in run.records
+        if one.arrived_s > WARM_S and one.end is End.SERVED and known(one)
+    ]
 
 
 def known(one: Record) -> bool:
@@ -62,12 +70,12 @@ def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
     assert fmean(found) < 0.075
 
 
-def test_a_group_slower_than_its_gpu_says_is_found_out() -> None:
+def test_a_group_slower_than_its_gpu_label_is_detected() -> None:
     found = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
     assert median(found) < 0.05
 
 
-def test_a_prefix_that_many_share_is_not_waited_for_as_if_everybody_had_a_copy() -> None:
+def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
     fleet = FleetSpec("two", (Kind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
     run = replay(fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), registry.build("prefix_aware", {}))
     found = [error(one) for one in run.records if one.arrived_s > 20.0 and one.end is End.SERVED]
@@ -76,7 +84,7 @@ def test_a_prefix_that_many_share_is_not_waited_for_as_if_everybody_had_a_copy()
 
 
 def bias(run: Run) -> float:
-    """How far all tokens after the first were expected to take longer than they did, as a share."""
+    """Return by which share tokens after the first were expected to take longer than they did."""
     answers = [
         (one.output_tokens, one.predicted_tpot_s or 0.0, one.tpot_s)
         for one in run.records

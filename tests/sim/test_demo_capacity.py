@@ -1,4 +1,4 @@
-"""The demo's groups have room for the load that README.md asks of them."""
+"""The demo's groups have capacity for the load that README.md puts on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from statistics import mean
 
 import pytest
 
-from gateway import demo
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from gateway.cli import demo
+from mockgpu.gpus import gpu_named
+from mockgpu.model_shapes import model_named
 from mockgpu.roofline import Roofline, Work, profile_named
 from planner.bench.workloads import shapes
 
@@ -19,7 +19,9 @@ PROMPT_TOKENS, UNCACHED_TOKENS = 7_200, 2_700  # 63 % of the prompt tokens are c
 
 
 def running_per_group() -> float:
-    """Requests in decode at each group in equilibrium, by Little's law and the mock's own step times."""
+    """Requests in decode at each group in equilibrium, by Little's law and the mock's own step
+    times.
+    """
     sessions = islice(shapes()["shared-prefix"].sessions(0), 1_000)
     answer_tokens = mean(session.turns[0].output_tokens for session in sessions)
     roofline = Roofline(model_named("demo-8b"), gpu_named("h100"), demo.TP, profile_named("2026"))

@@ -1,4 +1,4 @@
-"""A drain moves no KV: what the group held is computed once more somewhere, and once is what it should stay."""
+"""A drain moves no KV: the group's prefixes are computed once more elsewhere, and only once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from planner.replay import Fault, FleetSpec, Kind, Options, Run, Trouble, replay, traffic
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 
@@ -16,11 +16,16 @@ DRAINED_S, BLOCK = 150.0, FOUR.block_tokens
 
 
 def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[TraceRequest]:
-    """So many system prompts, each the beginning of so many conversations, whose turns are some 17 s apart."""
+    """Return `families` system prompts, each the start of several conversations with turns about 17
+    s apart.
+    """
     rng, made, fresh = Random(1), [], 10**6
     for root in range(roots):
         for _ in range(talks):
-            now, blocks = rng.uniform(0.0, 2 * DRAINED_S), tuple(range(root * 1000, root * 1000 + root_blocks))
+            now, blocks = (
+                rng.uniform(0.0, 2 * DRAINED_S),
+                tuple(range(root * 1000, root * 1000 + root_blocks)),
+            )
             for _ in range(turns):
                 fresh += 3
                 blocks = (*blocks, *range(fresh - 3, fresh))
@@ -30,15 +35,21 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
 
 
 def found_again(requests: list[TraceRequest], run: Run) -> float:
-    """Of the prompt tokens after the drain that somebody held who may be asked, or would hold if everything that the
-    drained group took with it were computed once more: the share that was found where the request went."""
+    """Return the share of cached prompt tokens after the drain that were found where the request
+    went.
+
+    Counted are tokens that an available group has, or would have if everything the drained group
+    had were computed once more.
+    """
     held: set[int] = set()
     found = could_be = 0
     for one, record in zip(requests, run.records, strict=True):
         keys = keys_of(one, BLOCK)
         if one.arrival_s >= DRAINED_S:
             whole = keys[: (one.input_tokens - 1) // BLOCK]
-            could_be += BLOCK * next((at for at, key in enumerate(whole) if key not in held), len(whole))
+            could_be += BLOCK * next(
+                (at for at, key in enumerate(whole) if key not in held), len(whole)
+            )
             found += record.cached_tokens
             held.update(keys)
         elif record.group != "tp0":
@@ -46,16 +57,24 @@ def found_again(requests: list[TraceRequest], run: Run) -> float:
     return found / could_be
 
 
-@pytest.mark.parametrize(("policy", "least"), [("prefix_aware", 0.99), ("priced", 0.99), ("least_loaded", 0.0)])
-@pytest.mark.parametrize("shape", [(24, 16, 10, 4), (60, 4, 8, 5)], ids=["long roots", "short roots"])
-def test_whoever_is_asked_first_after_a_drain_is_the_successor_of_all_that_begins_alike(
+@pytest.mark.parametrize(
+    ("policy", "least"), [("prefix_aware", 0.99), ("priced", 0.99), ("least_loaded", 0.0)]
+)
+@pytest.mark.parametrize(
+    "shape", [(24, 16, 10, 4), (60, 4, 8, 5)], ids=["long roots", "short roots"]
+)
+def test_the_first_pick_after_a_drain_inherits_the_prefix(
     policy: str, least: float, shape: tuple[int, int, int, int]
 ) -> None:
-    """The booking tells the index, so the next of its family follows; who does not look there computes again and
-    again."""
+    """The booking updates the index, so the next request of its family follows.
+
+    Others would compute it again.
+    """
     requests = families(*shape)
     faults = (Fault(DRAINED_S, 0, Trouble.DRAIN),)
-    run = replay(FOUR, traffic(requests), registry.build(policy, {}), options=Options(faults=faults))
+    run = replay(
+        FOUR, traffic(requests), registry.build(policy, {}), options=Options(faults=faults)
+    )
     share = found_again(requests, run)
     print(f"{policy}, {shape}: {share:.4f}")
     assert share >= least

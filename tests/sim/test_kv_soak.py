@@ -1,4 +1,7 @@
-"""One fleet for a long simulated time: requests come in waves, something breaks in each; every ebb finds all free."""
+"""One fleet for a long simulated time: requests come in waves, something breaks in each.
+
+Every ebb finds all free.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ PASSING = ["none", "freeze source", "freeze sink", "stall", "steal blocks", "han
 
 def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
     # The fault is the first thing that a seed draws.
-    world = Trial(next(seed for seed in range(1000) if Random(seed).choice(FAULTS) == "none"), "inproc")
+    world = Trial(
+        next(seed for seed in range(1000) if Random(seed).choice(FAULTS) == "none"), "inproc"
+    )
     assert world.fault == "none"
     ends: Counter[str] = Counter()
     for wave in range(120):

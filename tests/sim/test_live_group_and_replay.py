@@ -1,4 +1,5 @@
-"""The live mock group and its twin in a replay are one engine: the same jobs get every token at the same moment.
+"""The live mock group and its twin in a replay are one engine: equal jobs get every token at the
+same moment.
 
 The live one runs on an event loop whose clock jumps to the next timer; nothing waits.
 """
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mockgpu.ask import ApiError
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
+from mockgpu.request_parser import ApiError
 from planner.replay import FleetSpec, Kind, Options, Record, replay, traffic
-from planner.replay.chain import keys_of
+from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation
@@ -23,7 +24,9 @@ KIND = Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still while callbacks run, and jumps to the next timer when there are none."""
+    """An event loop whose clock stands still while callbacks run and jumps to the next timer
+    otherwise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class Stamps:
-    """Sink: when a job's tokens came."""
+    """A sink that records when a job's tokens came."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -59,7 +62,7 @@ class Stamps:
 
 
 async def lived(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
-    """All of them through one live group."""
+    """Run all jobs through one live group."""
     loop = asyncio.get_running_loop()
     spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
     group = TpGroup(spec, loop)
@@ -84,8 +87,12 @@ def replayed(requests: list[TraceRequest], leaping: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 1e-3)])
-def test_a_replayed_group_gives_every_token_when_the_live_one_does(leaping: bool, within: float) -> None:
-    """Sixty requests of the trace, more than the group's KV holds at once: some wait, some are preempted."""
+def test_a_replayed_group_gives_every_token_when_the_live_one_does(
+    leaping: bool, within: float
+) -> None:
+    """Sixty requests of the trace, more than the group's KV holds at once: some wait, some are
+    preempted.
+    """
     requests = [one for one in conversation(120) if one.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         live = runner.run(lived(requests))
@@ -98,5 +105,10 @@ def test_a_replayed_group_gives_every_token_when_the_live_one_does(leaping: bool
         assert twin.cached_tokens == job.cached
         assert stamps.tokens_s[0] == pytest.approx(twin.first_s, rel=within)
         assert stamps.ended_s == pytest.approx(twin.done_s, rel=within)
-        gaps = [after - before for before, after in zip(stamps.tokens_s, stamps.tokens_s[1:], strict=False)]
-        assert max(gaps, default=0.0) == pytest.approx(twin.longest_gap_s, rel=10 * within, abs=1e-9)
+        gaps = [
+            after - before
+            for before, after in zip(stamps.tokens_s, stamps.tokens_s[1:], strict=False)
+        ]
+        assert max(gaps, default=0.0) == pytest.approx(
+            twin.longest_gap_s, rel=10 * within, abs=1e-9
+        )

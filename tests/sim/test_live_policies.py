@@ -1,4 +1,7 @@
-"""Policies over real HTTP: what the virtual clock shows must hold with sockets too. The trace is `make policies`."""
+"""Policies over real HTTP: results of the virtual clock must hold with sockets.
+
+The full trace is `make policies`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ from tests.chaos.house import House, house
 
 
 async def ask_all(home: House, sizes: list[tuple[int, int]], users: int) -> Counter[str]:
-    """(prompt words, output tokens) of every request, by so many users; requests per endpoint."""
+    """Send (prompt words, output tokens) of every request from `users` users.
+
+    Return requests per endpoint.
+    """
     answered: Counter[str] = Counter()
     left = iter(enumerate(sizes))
 
     async def user() -> None:
         for number, (words, tokens) in left:
-            answer = await home.ask(stream=False, tokens=tokens, prompt=f"{number} " + "word " * words)
+            answer = await home.ask(
+                stream=False, tokens=tokens, prompt=f"{number} " + "word " * words
+            )
             assert answer.fate == "ok"
             answered[answer.headers["x-penstock-endpoint"]] += 1
 
@@ -48,14 +56,24 @@ async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold()
         await home.at_rest()
 
 
-@pytest.mark.parametrize("policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")])
-async def test_every_other_policy_serves_over_http_and_keeps_a_conversation_where_it_began(policy: str) -> None:
-    """Eight conversations of six turns, each turn the one before and more; whoever reads prefixes brings most back."""
+@pytest.mark.parametrize(
+    "policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")]
+)
+async def test_every_other_policy_serves_over_http_and_keeps_a_conversation_where_it_began(
+    policy: str,
+) -> None:
+    """Eight conversations of six growing turns.
+
+    Policies that read prefixes keep most of them in place.
+    """
     said = ["".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)]
     moved = 0
     async with house(3, speed=50.0, pool={"policy": policy}) as home:
         for talk in said:
-            places = [(await home.ask(stream=False, tokens=2, prompt=talk + "more " * turn)) for turn in range(6)]
+            places = [
+                (await home.ask(stream=False, tokens=2, prompt=talk + "more " * turn))
+                for turn in range(6)
+            ]
             assert all(answer.fate == "ok" for answer in places)
             names = [answer.headers["x-penstock-endpoint"] for answer in places]
             moved += sum(now != then for now, then in pairwise(names))

@@ -1,4 +1,4 @@
-"""What a gateway logs can be replayed: the same requests, and as much in common as they had."""
+"""A gateway's log can be replayed: the same requests with the same shared prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ async def test_a_log_with_blocks_replays_with_the_hits_that_were_there(tmp_path:
     shared = "word " * 4000
     async with house(2, pool={"policy": "prefix_aware"}, observability=seen) as home:
         for question in ("one", "two", "six"):
-            answer = await home.ask(stream=True, tokens=5, prompt=f"{shared}{question} " + f"{question} " * 900)
+            answer = await home.ask(
+                stream=True, tokens=5, prompt=f"{shared}{question} " + f"{question} " * 900
+            )
             assert answer.fate == "ok"
         await home.at_rest()
     requests = read_trace(log)
@@ -31,11 +33,15 @@ async def test_a_log_with_blocks_replays_with_the_hits_that_were_there(tmp_path:
     assert len({one.blocks[-1] for one in requests}) == 3
     run = replay(FleetSpec("one", (Kind(),)), traffic(requests), registry.build("prefix_aware", {}))
     cached = sum(one.cached_tokens for one in run.records)
-    assert cached == pytest.approx(sum(line.get("believed_cached_tokens", 0) for line in told), rel=0.15)
+    assert cached == pytest.approx(
+        sum(line.get("believed_cached_tokens", 0) for line in told), rel=0.15
+    )
 
 
 @pytest.mark.parametrize("policy", registry.names())
-async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(tmp_path: Path, policy: str) -> None:
+async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(
+    tmp_path: Path, policy: str
+) -> None:
     log = tmp_path / "access.jsonl"
     seen = {"access_log": str(log), "access_flush": "10ms", "access_blocks": True}
     async with house(2, pool={"policy": policy}, observability=seen) as home:
@@ -49,7 +55,7 @@ async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(tmp_path: P
     assert first.blocks[-1] != second.blocks[-1]
 
 
-async def test_a_log_says_nothing_of_prompts_unless_it_is_asked_to(tmp_path: Path) -> None:
+async def test_a_log_has_no_prompt_blocks_unless_configured(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     seen = {"access_log": str(log), "access_flush": "10ms"}
     async with house(1, pool={"policy": "prefix_aware"}, observability=seen) as home:

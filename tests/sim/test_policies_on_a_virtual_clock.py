@@ -1,11 +1,11 @@
-"""Policies in front of four simulated TP groups: hits, first tokens, balance."""
+"""Policies with four simulated TP groups: hits, TTFT, balance."""
 
 from __future__ import annotations
 
 import pytest
 
 from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.figures import Figures, figures
+from planner.replay.results import Figures, figures
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation, shared_cache_hit_ratio
@@ -34,10 +34,14 @@ def ttft_s(one: Figures) -> float:
 def test_every_request_is_served_by_every_policy(policy: str) -> None:
     run = ran(policy, conversation(200))
     assert {one.end for one in run.records} == {End.SERVED}
-    assert sum(group.output_tokens for group in run.groups) == sum(one.output_tokens for one in run.records)
+    assert sum(group.output_tokens for group in run.groups) == sum(
+        one.output_tokens for one in run.records
+    )
 
 
-def test_prefix_aware_comes_within_a_tenth_of_one_cache_with_all_the_memory(told: dict[str, Figures]) -> None:
+def test_prefix_aware_comes_within_a_tenth_of_one_cache_with_all_the_memory(
+    told: dict[str, Figures],
+) -> None:
     ideal = shared_cache_hit_ratio(conversation(), ALL_KV_TOKENS)
     assert told["prefix_aware"].hit_ratio >= 0.9 * ideal
     assert told["least_loaded"].hit_ratio < 0.6 * ideal
@@ -49,7 +53,9 @@ def test_prefix_aware_has_the_least_mean_time_to_first_token(told: dict[str, Fig
     assert mine < 0.95 * ttft_s(told["round_robin"])
 
 
-def test_prefix_aware_leaves_nobody_waiting_longer_than_least_loaded_would(told: dict[str, Figures]) -> None:
+def test_prefix_aware_lets_no_request_wait_longer_than_least_loaded(
+    told: dict[str, Figures],
+) -> None:
     mine, other = told["prefix_aware"].ttft, told["least_loaded"].ttft
     assert mine is not None
     assert other is not None
@@ -57,7 +63,9 @@ def test_prefix_aware_leaves_nobody_waiting_longer_than_least_loaded_would(told:
 
 
 def test_what_prefix_aware_believes_is_what_the_engines_hold(told: dict[str, Figures]) -> None:
-    assert told["prefix_aware"].believed_ratio == pytest.approx(told["prefix_aware"].hit_ratio, rel=0.05)
+    assert told["prefix_aware"].believed_ratio == pytest.approx(
+        told["prefix_aware"].hit_ratio, rel=0.05
+    )
 
 
 def test_least_loaded_keeps_groups_even_on_the_trace(told: dict[str, Figures]) -> None:
@@ -66,9 +74,11 @@ def test_least_loaded_keeps_groups_even_on_the_trace(told: dict[str, Figures]) -
 
 @pytest.mark.parametrize("prefix_tokens", [2048, 16_384])
 def test_one_hot_prefix_spills_over_all_groups(prefix_tokens: int) -> None:
-    """A prompt shared by all, at a rate one group could not serve: everybody ends up with a copy and a fair share.
+    """A prompt shared by all, at a rate one group could not serve: every group ends up with a copy
+    and a fair share.
 
-    When all prompts begin alike there is nothing to choose: least_loaded is the bar, paid once for finding that out.
+    With one prefix for all prompts there is nothing to choose, so least_loaded is the bar, once per
+    group.
     """
     blocks = prefix_tokens // 512
     requests = [
@@ -84,10 +94,13 @@ def test_one_hot_prefix_spills_over_all_groups(prefix_tokens: int) -> None:
 
 
 def test_many_prefixes_find_homes_without_piling_up() -> None:
-    """150 customers with 6,000-token prompts, asked in turn: hits near all that is possible, groups even."""
+    """150 customers with 6,000-token prompts in turn: nearly all possible hits, balanced groups."""
     requests = [
         TraceRequest(
-            number * 0.1, 6144 + 600, 200, (*range(100 * (number % 150), 100 * (number % 150) + 12), 10**6 + number)
+            number * 0.1,
+            6144 + 600,
+            200,
+            (*range(100 * (number % 150), 100 * (number % 150) + 12), 10**6 + number),
         )
         for number in range(1500)
     ]

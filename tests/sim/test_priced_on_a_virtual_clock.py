@@ -1,6 +1,7 @@
-"""The priced policy before simulated TP groups, against the rules it is measured by, on short slices of traffic.
+"""The priced policy with simulated TP groups, against its reference rules, on short slices of
+traffic.
 
-Small runs with bounds wide enough for their noise; the figures that count are made by `make goodput`.
+Small runs with bounds wide enough for their noise; published figures come from `make goodput`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from itertools import count
 import msgspec
 import pytest
 
+from bench.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
 from planner.replay import FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.figures import Figures, figures
+from planner.replay.results import Figures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scaled
 from planner.traces.shape import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import STANDARD
-from tests.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
 from tests.sim import conversation as excerpt
 
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
@@ -29,12 +30,16 @@ def conversation(speed: float) -> tuple[TraceRequest, ...]:
     return tuple(scaled(excerpt.conversation(700), speed))
 
 
-def ran(policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1) -> Run:
+def ran(
+    policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1
+) -> Run:
     options = Options(standard=msgspec.structs.replace(STANDARD, tpot_s=tpot_s))
     return replay(spec, traffic(requests), registry.build(policy, {}), options=options)
 
 
-def fared(policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1) -> Figures:
+def fared(
+    policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1
+) -> Figures:
     return figures(ran(policy, requests, spec, tpot_s), 20.0)
 
 
@@ -43,25 +48,37 @@ def test_a_busy_fleet_keeps_as_many_promises_of_a_conversation_as_under_any_rule
     rival: str,
 ) -> None:
     requests, spec = conversation(1.35), FleetSpec("four", (H100,))
-    assert fared("priced", requests, spec).attainment >= 0.97 * fared(rival, requests, spec).attainment
+    assert (
+        fared("priced", requests, spec).attainment >= 0.97 * fared(rival, requests, spec).attainment
+    )
 
 
 def test_shared_prefixes_are_found_again_and_groups_stay_even() -> None:
-    seen = fared("priced", tuple(b2b(3.0, 90.0, 1)), FleetSpec("three", (Kind("qwen3-32b", "h100", 2, count=3),)))
+    seen = fared(
+        "priced",
+        tuple(b2b(3.0, 90.0, 1)),
+        FleetSpec("three", (Kind("qwen3-32b", "h100", 2, count=3),)),
+    )
     assert seen.of_ideal is not None
     assert seen.of_ideal > 0.85
     assert seen.imbalance < 1.25
 
 
-def test_a_slow_group_gets_less_than_its_sisters_without_being_told() -> None:
+def test_a_slow_group_gets_less_work_without_a_declared_speed() -> None:
     slow = msgspec.structs.replace(H100, count=1, slowness=3.0)
-    run = ran("priced", conversation(0.9), FleetSpec("one slow", (msgspec.structs.replace(H100, count=3), slow)))
+    run = ran(
+        "priced",
+        conversation(0.9),
+        FleetSpec("one slow", (msgspec.structs.replace(H100, count=3), slow)),
+    )
     *sisters, last = [group.prompt_tokens - group.cached_tokens for group in run.groups]
     assert last < 0.7 * min(sisters)
 
 
-def test_in_a_fleet_slower_than_its_label_nobody_is_buried_for_having_shown_nothing_yet() -> None:
-    """Answers teach how slow decoding is where steps without prompts come between: under a heap of prompts none do."""
+def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
+    """Decode speed is learned from steps without prompts, and under a flood of prompts there are
+    none.
+    """
     names = count(PRIVATE)
     asked = [
         trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names)
@@ -69,13 +86,18 @@ def test_in_a_fleet_slower_than_its_label_nobody_is_buried_for_having_shown_noth
     ]
     options = Options(expected_output=None, standard=SLO)
     run = replay(
-        FleetSpec("slow", (GROUP,), block_tokens=16), traffic(asked), registry.build("priced", {}), options=options
+        FleetSpec("slow", (GROUP,), block_tokens=16),
+        traffic(asked),
+        registry.build("priced", {}),
+        options=options,
     )
     assert figures(run).attainment > 0.98
     assert max(group.requests for group in run.groups) < 1.8 * len(asked) / len(run.groups)
 
 
-def test_with_a_tight_budget_per_token_groups_that_do_both_take_roles_and_keep_more_promises() -> None:
+def test_with_a_tight_budget_per_token_groups_that_do_both_take_roles_and_keep_more_promises() -> (
+    None
+):
     whole = FleetSpec("whole", (H100,))
     pairs = msgspec.structs.replace(whole, pairs=True)
     requests = conversation(0.8)

@@ -1,7 +1,8 @@
-"""Two gateways before four simulated TP groups: what they find in caches by what they hear of each other, and how late.
+"""Two gateways with four simulated TP groups: cache hits by the delay of their updates.
 
-Each believes its own index and its own loads, and hears what the other picked and booked after a time: the parts are
-those that gateway/shared feeds. No bus, no clock and no processes: `make gateways` has those.
+Each has its own index and loads, and receives the other's picks and bookings after a delay, through
+the functions that the gateway's peer exchange uses. There is no bus, no clock and no process: `make
+gateways` has those.
 """
 
 from __future__ import annotations
@@ -15,32 +16,37 @@ import pytest
 
 from mockgpu.job import Job
 from planner.replay import FleetSpec, Options, traffic
-from planner.replay.figures import figures
 from planner.replay.fleet import Fleet
-from planner.replay.flight import Flight
-from planner.replay.front import INDEX_BYTES
+from planner.replay.gateway_sim import INDEX_BYTES
 from planner.replay.group import Group
+from planner.replay.inflight import Flight
+from planner.replay.results import figures
 from policies import registry
-from policies.fingerprint import Fingerprint
-from policies.foreign import foreign, own
+from policies.ledger import foreign, own
 from policies.model import Ask, Candidate, Pick
-from policies.prefix_index import PrefixIndex
+from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.prefix_index import PrefixIndex
 from tests.sim.conversation import conversation
 from tests.sim.test_policies_on_a_virtual_clock import GROUP
 
 REQUESTS = 500
 SEEDS = range(2)
 JITTER_S = 0.02
-"""Requests of one moment come as a network brings them. Routing amplifies who was first: what counts is a mean."""
+"""Requests of one moment come as a network brings them.
+
+Routing amplifies who was first: what counts is a mean.
+"""
 
 
 class Known:
-    """What one gateway believes, and what it has not told yet."""
+    """What one gateway believes, and its unsent updates."""
 
     def __init__(self, name: bytes, groups: list[Group]) -> None:
         self.name = name
         self.index = PrefixIndex(INDEX_BYTES)
-        self.candidates = tuple(Candidate(each.candidate.endpoint, deepcopy(each.load)) for each in groups)
+        self.candidates = tuple(
+            Candidate(each.candidate.endpoint, deepcopy(each.load)) for each in groups
+        )
         self.untold: list[tuple[Fingerprint, int, int]] = []
         for group in groups:
             self.index.set_capacity(group.load.slot, group.kind.capacity_tokens)
@@ -52,12 +58,17 @@ class Known:
 
 
 class Gateways(Fleet):
-    """A replay whose requests come to gateways in turn. `late_s`: until the others hear; None: they never do."""
+    """A replay whose requests come to gateways in turn.
+
+    `late_s`: delay of updates; None: no updates.
+    """
 
     def __init__(self, count: int, late_s: float | None, seed: int) -> None:
         arrivals, rng = conversation(REQUESTS), Random(seed)
         for at, one in enumerate(arrivals):
-            arrivals[at] = msgspec.structs.replace(one, arrival_s=one.arrival_s + JITTER_S * rng.random())
+            arrivals[at] = msgspec.structs.replace(
+                one, arrival_s=one.arrival_s + JITTER_S * rng.random()
+            )
         options = Options(expected_output=None, scrape_s=None)
         policy = registry.build("prefix_aware", {})
         super().__init__(FleetSpec("several", (GROUP,)), traffic(arrivals), policy, None, options)
@@ -70,12 +81,14 @@ class Gateways(Fleet):
     def serve(self, now: float, flight: Flight, ask: Ask) -> None:
         known = self._known[flight.record.number % len(self._known)]
         self._turn(known)
-        super().serve(now, flight, self.front.ask(flight, now))
+        super().serve(now, flight, self.front.query(flight, now))
 
     def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
         known = self._known[flight.record.number % len(self._known)]
         assert flight.fingerprint is not None
-        known.untold.append((flight.fingerprint, pick.candidate.load.slot, flight.request.prompt_tokens))
+        known.untold.append(
+            (flight.fingerprint, pick.candidate.load.slot, flight.request.prompt_tokens)
+        )
         super().send(now, flight, group, pick, job)
 
     def _turn(self, known: Known) -> None:
@@ -100,14 +113,16 @@ class Gateways(Fleet):
 
 @cache
 def hit_ratio(count: int, late_s: float | None = None) -> float:
-    """The mean over some runs."""
-    return sum(figures(Gateways(count, late_s, seed).run()).hit_ratio for seed in SEEDS) / len(SEEDS)
+    """Return the mean over several runs."""
+    return sum(figures(Gateways(count, late_s, seed).run()).hit_ratio for seed in SEEDS) / len(
+        SEEDS
+    )
 
 
 @pytest.mark.parametrize("late_s", [0.1, 1.0])
-def test_two_gateways_find_what_one_finds_though_they_hear_of_each_other_late(late_s: float) -> None:
+def test_two_gateways_hit_like_one_despite_late_updates(late_s: float) -> None:
     assert hit_ratio(2, late_s) >= 0.97 * hit_ratio(1)
 
 
-def test_two_gateways_that_never_hear_of_each_other_find_much_less() -> None:
+def test_two_unconnected_gateways_hit_much_less() -> None:
     assert hit_ratio(2) < 0.85 * hit_ratio(1)

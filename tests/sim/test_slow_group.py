@@ -1,12 +1,14 @@
-"""One of four groups is slow, under every policy, on the virtual clock: it is found, starved and spared.
+"""One of four groups is slow, under every policy, on the virtual clock: it is detected and gets
+little work.
 
-The load is half of what three healthy groups serve. Without hedges, which a replay does not have.
+The load is half of what three healthy groups serve.
 """
 
 from __future__ import annotations
 
 from random import Random
 from statistics import quantiles
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -20,23 +22,64 @@ from policies import registry
 
 GROUP = Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000)
 KEPT_S = 10.0
+HEDGES = 0.05
 
 
-def requests(seed: int, seconds: float, per_s: float = 8.8) -> list[TraceRequest]:
+class Load(NamedTuple):
+    """Requests per second, and the logarithms of their prompts' median and spread."""
+
+    per_s: float = 8.8
+    median: float = 7.6
+    spread: float = 0.8
+
+
+SHORT = Load(12.0, 7.3, 0.45)
+
+
+def requests(
+    seed: int, seconds: float, per_s: float = 8.8, median: float = 7.6, spread: float = 0.8
+) -> list[TraceRequest]:
     """Poisson arrivals of chat prompts; three groups serve about 17.6 a second."""
     rng, now, made = Random(seed), 0.0, []
     while (now := now + rng.expovariate(per_s)) < seconds:
-        prompt = round(rng.lognormvariate(7.6, 0.8))
+        prompt = round(rng.lognormvariate(median, spread))
         keys = tuple(rng.randrange(1 << 40) for _ in range(prompt // 512))
-        made.append(TraceRequest(now, max(16, prompt), max(2, round(rng.lognormvariate(4.9, 0.6))), keys))
+        made.append(
+            TraceRequest(now, max(16, prompt), max(2, round(rng.lognormvariate(4.9, 0.6))), keys)
+        )
     return made
 
 
-def ran(policy: str, groups: int, seed: int, seconds: float, fault: Fault | None = None) -> tuple[Run, Fleet]:
+def ran(
+    policy: str,
+    groups: int,
+    seed: int,
+    seconds: float,
+    fault: Fault | None = None,
+    load: Load | None = None,
+) -> tuple[Run, Fleet]:
     spec = FleetSpec("four", (msgspec.structs.replace(GROUP, count=groups),))
-    options = Options(slow_factor=2.5, faults=() if fault is None else (fault,))
-    fleet = Fleet(spec, traffic(requests(seed, seconds)), registry.build(policy, {}), None, options)
+    options = Options(slow_factor=2.5, hedge_share=HEDGES, faults=() if fault is None else (fault,))
+    fleet = Fleet(
+        spec,
+        traffic(requests(seed, seconds, *(load or Load()))),
+        registry.build(policy, {}),
+        None,
+        options,
+    )
     return fleet.run(), fleet
+
+
+def hedges(kinds: tuple[Kind, ...], policy: str, seed: int, per_s: float) -> float:
+    """The share of requests that were hedged in a minute of a pool in which no group may be ejected."""
+    made, options = (
+        traffic(requests(seed, 60.0, per_s)),
+        Options(slow_factor=2.5, hedge_share=HEDGES),
+    )
+    fleet = Fleet(FleetSpec("pool", kinds), made, registry.build(policy, {}), None, options)
+    run = fleet.run()
+    assert fleet.speeds.ejected == []
+    return len(fleet.hedges.sent) / len(run.records)
 
 
 def share(run: Run, from_s: float) -> float:
@@ -55,24 +98,43 @@ def test_a_group_ten_times_slower_gets_next_to_nothing_after_ten_seconds(policy:
     assert share(run, KEPT_S) <= 0.01
 
 
+@pytest.mark.parametrize("policy", registry.names())
+def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(policy: str) -> None:
+    """45 s of short prompts: five requests that wait for the slow group are too many."""
+    three, _ = ran(policy, 3, 1, 45.0, load=SHORT)
+    run, fleet = ran(policy, 4, 1, 45.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0), SHORT)
+    assert p99_s(run) <= 2.0 * p99_s(three)
+    assert share(run, KEPT_S) <= 0.01
+    assert 0 < len(fleet.hedges.sent) <= HEDGES * len(run.records)
+    assert all(group == 0 for _, group in fleet.speeds.ejected)
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "llumnix", "prefix_aware", "priced"])
 def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
-    """Over five minutes, the seconds in which the group is found included."""
+    """Over five minutes, including the seconds until the detection."""
     three, _ = ran(policy, 3, 11, 300.0)
     run, _ = ran(policy, 4, 11, 300.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
     assert p99_s(run) <= 2.0 * p99_s(three)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "sglang_cache_aware"])
-def test_requests_that_are_late_at_a_suspect_group_do_not_wait_for_its_ejection(policy: str) -> None:
+def test_requests_that_are_late_at_a_suspect_group_do_not_wait_for_its_ejection(
+    policy: str,
+) -> None:
     run, fleet = ran(policy, 4, 11, 20.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
     ejected_s, _ = fleet.speeds.ejected[0]
-    assert any(one.moved and one.first_s is not None and one.first_s < ejected_s for one in run.records)
+    assert any(
+        one.moved and one.first_s is not None and one.first_s < ejected_s for one in run.records
+    )
 
 
-@pytest.mark.parametrize(("factor", "only"), [(3.3, ""), (3.3, "prefill"), (3.3, "decode"), (10.0, "decode")])
+@pytest.mark.parametrize(
+    ("factor", "only"), [(3.3, ""), (3.3, "prefill"), (3.3, "decode"), (10.0, "decode")]
+)
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
-def test_a_group_that_becomes_slow_at_one_thing_is_ejected(policy: str, factor: float, only: str) -> None:
+def test_a_group_that_becomes_slow_at_one_thing_is_ejected(
+    policy: str, factor: float, only: str
+) -> None:
     _, fleet = ran(policy, 4, 1, 60.0, Fault(20.0, 0, Trouble.SLOW, factor=factor, only=only))
     assert [group for _, group in fleet.speeds.ejected] == [0]
     # Three times slower at prompts alone is near the limit: a policy that looks at load sends it few of them.
@@ -85,14 +147,32 @@ def test_unequal_groups_are_not_ejected(policy: str) -> None:
         Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000, count=2),
         Kind("llama-3.1-70b-fp8", "l40s", 4, kv_tokens=300_000, count=2),
     )
-    made = traffic(requests(2, 60.0, 3.0))
-    fleet = Fleet(FleetSpec("unequal", kinds), made, registry.build(policy, {}), None, Options(slow_factor=2.5))
-    fleet.run()
-    assert fleet.speeds.ejected == []
+    assert hedges(kinds, policy, 2, 3.0) <= HEDGES
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware", "priced"])
+@pytest.mark.parametrize(("slowness", "per_s"), [(1.0, 8.8), (1.0, 40.0), (10.0, 1.0)])
+def test_groups_that_are_slow_together_are_neither_hedged_much_nor_ejected(
+    policy: str, slowness: float, per_s: float
+) -> None:
+    """At half of their load, far above what they serve, and all ten times slower."""
+    assert (
+        hedges((msgspec.structs.replace(GROUP, count=4, slowness=slowness),), policy, 2, per_s)
+        <= HEDGES
+    )
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_aware", "priced"])
-def test_a_group_that_is_fast_again_is_asked_again(policy: str) -> None:
+def test_a_group_that_takes_twice_as_long_from_the_start_is_not_ejected(policy: str) -> None:
+    kinds = (
+        msgspec.structs.replace(GROUP, count=3),
+        msgspec.structs.replace(GROUP, count=1, slowness=2.0),
+    )
+    assert hedges(kinds, policy, 21, 8.8) <= HEDGES
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "prefix_aware", "priced"])
+def test_a_group_that_is_fast_again_gets_requests_again(policy: str) -> None:
     run, fleet = ran(policy, 4, 3, 60.0, Fault(10.0, 0, Trouble.SLOW, for_s=20.0, factor=10.0))
     assert [group for _, group in fleet.speeds.ejected] == [0]
     assert share(run, 45.0) > 0.05

@@ -1,4 +1,6 @@
-"""A group that comes back is neither flooded nor starved: half a minute of the conversation trace around its return."""
+"""A returning group is neither flooded nor starved: half a minute of the conversation trace around
+its return.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from planner.replay.options import Fault
 from planner.replay.record import Run
 from planner.traces import scaled, sliced
 from policies import registry
-from policies.admissions import build_admission
+from policies.admission_registry import build_admission
 from tests.sim.conversation import conversation
 
 LOST_S, BACK_S, RAMP_S, GROUPS = 30.0, 40.0, 10.0, 8
@@ -21,17 +23,21 @@ def run(policy: str, slow_start_s: float) -> Run:
     faults = (Fault(LOST_S, 0, for_s=BACK_S - LOST_S),)
     options = Options(slow_start_s=slow_start_s, faults=faults)
     door = build_admission("cap", {})
-    return replay(FleetSpec("one", (kind,)), traffic(requests), registry.build(policy, {}), door, options)
+    return replay(
+        FleetSpec("one", (kind,)), traffic(requests), registry.build(policy, {}), door, options
+    )
 
 
 def taken(made: Run, from_s: float, to_s: float) -> float:
-    """The returned group's share of the requests that were picked for somebody then."""
-    then = [one for one in made.records if one.entered_s is not None and from_s <= one.entered_s < to_s]
+    """Return the returned group's share of the picks at that time."""
+    then = [
+        one for one in made.records if one.entered_s is not None and from_s <= one.entered_s < to_s
+    ]
     return sum(one.group == "tp0" for one in then) / len(then)
 
 
 def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None:
-    """Whoever looks at load alone sends everything to the empty one."""
+    """A policy that only looks at load would send everything to the empty group."""
     at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
     assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
     assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)

@@ -9,8 +9,8 @@ import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
 from gateway.exchange import Exchange
-from gateway.openai import Api
-from gateway.told import Usage
+from gateway.protocol.openai import Api
+from gateway.protocol.stream_scan import Usage
 from tests.chaos.house import House, house
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened

@@ -11,9 +11,9 @@ from time import monotonic
 
 import pytest
 
-from gateway.shared.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
-from gateway.shared.local import Hub, LocalBus
-from gateway.shared.redis import Place, RedisBus
+from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
+from gateway.peers.local_bus import Hub, LocalBus
+from gateway.peers.redis_bus import Place, RedisBus
 from tests.fair_time import PATIENCE_S, at_most
 from tests.redis_server import RedisServer, redis_server
 

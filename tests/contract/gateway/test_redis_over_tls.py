@@ -13,9 +13,9 @@ from time import monotonic
 
 import pytest
 
-from gateway.shared import redis as shared
-from gateway.shared.redis import Place, RedisBus
-from gateway.tls import ClientSettings, KeyPair
+from gateway.peers import redis_bus as shared
+from gateway.peers.redis_bus import Place, RedisBus
+from gateway.util.tls import ClientSettings, KeyPair
 from tests.authority import Authority, Files
 from tests.fair_time import PATIENCE_S
 from tests.ports import free_port

@@ -12,9 +12,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gateway.shared import redis as shared
-from gateway.shared.redis import Place, RedisBus
-from gateway.shared.redis_error import describe_redis_error
+from gateway.peers import redis_bus as shared
+from gateway.peers.redis_bus import Place, RedisBus
+from gateway.peers.redis_error import describe_redis_error
 from tests.fair_time import PATIENCE_S
 from tests.redis_server import redis_server
 
@@ -35,14 +35,14 @@ async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
         bus = RedisBus(Place(server.url, "fleet"), Random(1), lambda reason: None)
         heard: list[bytes] = []
         opened = 0
-        connection = bus._connection
+        connection = bus._connect
 
         def counted() -> object:
             nonlocal opened
             opened += 1
             return connection()
 
-        monkeypatch.setattr(bus, "_connection", counted)
+        monkeypatch.setattr(bus, "_connect", counted)
         here: list[bool] = []
         await bus.start(b"me" * 4, lambda frame, age_s: heard.append(frame))
         await until(lambda: bus.state(monotonic()).connected)
@@ -58,12 +58,12 @@ async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
             await operator.execute_command("REPLICAOF", "NO", "ONE")
         await until(lambda: bus.state(monotonic()).connected and heard == [b"refused at first"])
         await bus.stop()
-    told = [record.message for record in caplog.records if "shared view" in record.message]
+    told = [record.message for record in caplog.records if "shared state" in record.message]
     assert [line.split(" redis://")[0] for line in (told[0], told[-1])] == [
-        "shared view: connected to Redis at",
-        "shared view: connected again to Redis at",
+        "shared state: connected to Redis at",
+        "shared state: connected again to Redis at",
     ]
-    problems = [line for line in told if line.startswith("shared view: no Redis at")]
+    problems = [line for line in told if line.startswith("shared state: no Redis at")]
     assert len({*problems}) == len(problems) == len(told) - 2, "each problem of an outage is logged once"
     assert any("it is a replica and takes no writes" in line for line in problems)
 
@@ -86,10 +86,10 @@ async def test_a_wrong_password_is_named_without_showing_it(
         await until(lambda: bus.state(monotonic()).connected)
         assert bus.state(monotonic()).problem == ""
         await bus.stop()
-    told = [record.message for record in caplog.records if "shared view" in record.message]
+    told = [record.message for record in caplog.records if "shared state" in record.message]
     assert [line.split(" redis://")[0] for line in told] == [
-        "shared view: no Redis at",
-        "shared view: connected again to Redis at",
+        "shared state: no Redis at",
+        "shared state: connected again to Redis at",
     ]
     assert not any("hunter2" in line or "right-one" in line for line in told)
 

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
-from kvtransfer.clock import Clock, ThreadClock
-from kvtransfer.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.options import Options
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Transport
+from kvtransfer.contract import Transport
+from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Wire
+from kvtransfer.util.clock import Clock, ThreadClock
+from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 KEY = b"the fleet's own secret, 32 bytes"

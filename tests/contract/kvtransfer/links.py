@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.clock import ThreadClock
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Laned, Link, Slice, Transport, Verdict, WindowHead
+from kvtransfer.contract import Laned, Link, Slice, Transport, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Inproc, Wire
+from kvtransfer.util.clock import ThreadClock
 
 if TYPE_CHECKING:
-    from kvtransfer.tls_files import TlsFiles
+    from kvtransfer.util.tls_files import TlsFiles
 
 TRANSPORTS = os.environ.get("PENSTOCK_KV_TRANSPORTS", "inproc,shm,tcp,lanes,tls").split(",")
 BLOCKS, BLOCK_BYTES = 64, 32 << 10
@@ -59,7 +59,7 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
     if name == "inproc":
         return Inproc(wire)
     if name in ("tcp", "lanes", "tls", "tls-lanes"):
-        from kvtransfer.transports.stream import Manner
+        from kvtransfer.transports.stream.link import Manner
         from kvtransfer.transports.tcp import Tcp
 
         files = tls_files() if name.startswith("tls") else None
@@ -69,8 +69,8 @@ def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
 
         return Shm()
     if name == "rdma":
-        from kvtransfer.transports.rdma import Rdma
-        from kvtransfer.transports.rdma_link import RdmaOptions
+        from kvtransfer.transports.rdma.link import RdmaOptions
+        from kvtransfer.transports.rdma.transport import Rdma
 
         return Rdma(options=RdmaOptions(setup_s=max(RdmaOptions().setup_s, 1.25 * pace)))
     raise ValueError(f"no transport is called {name}")
@@ -88,7 +88,7 @@ def _remove(directory: str, owner: int) -> None:
 @cache
 def tls_files() -> TlsFiles:
     """Return one certificate for all ends, shared with child processes by PENSTOCK_TEST_TLS."""
-    from kvtransfer.tls_files import TlsFiles
+    from kvtransfer.util.tls_files import TlsFiles
     from tests.authority import Authority
 
     with _MAKING:  # trials run in threads

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.ends import How, Reason
-from kvtransfer.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.protocol.outcomes import How, Reason
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, kind_of
 

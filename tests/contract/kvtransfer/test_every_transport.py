@@ -1,4 +1,4 @@
-"""The contract of every transport (kvtransfer/transports/base.py), with real bytes."""
+"""The contract of every transport (kvtransfer/contract.py), with real bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain, count, repeat
 import numpy as np
 import pytest
 
-from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,

@@ -13,9 +13,8 @@ from random import Random
 import msgspec
 import pytest
 
-from kvtransfer.clock import ThreadClock
-from kvtransfer.ends import Reason
-from kvtransfer.messages import (
+from kvtransfer.contract import Link, TransportError
+from kvtransfer.protocol.messages import (
     VERSION,
     Accept,
     Beat,
@@ -30,9 +29,10 @@ from kvtransfer.messages import (
     encode,
     pack_blocks,
 )
-from kvtransfer.session import Session
-from kvtransfer.transports.base import Link, TransportError
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.session import Session
 from kvtransfer.transports.inproc import Wire
+from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, Owner, make
 

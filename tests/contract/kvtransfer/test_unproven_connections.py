@@ -11,11 +11,11 @@ from contextlib import ExitStack, asynccontextmanager, closing, suppress
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.frame import Kind, frame
-from kvtransfer.messages import VERSION, Card, Hello, encode
-from kvtransfer.options import Options
-from kvtransfer.session import greeting_nonce
-from kvtransfer.transports.base import STRANGER_BYTES
+from kvtransfer.contract import STRANGER_BYTES
+from kvtransfer.protocol.frame import Kind, frame
+from kvtransfer.protocol.messages import VERSION, Card, Hello, encode
+from kvtransfer.protocol.session import greeting_nonce
+from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 

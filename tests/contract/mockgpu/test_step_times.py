@@ -6,9 +6,9 @@ from itertools import pairwise, product
 
 import pytest
 
+from mockgpu.gpus import GPUS, gpu_named
 from mockgpu.grids import load_grids, roofline_for, whole_prompt
-from mockgpu.hardware import GPUS, gpu_named
-from mockgpu.llm import MODELS, model_named
+from mockgpu.model_shapes import MODELS, model_named
 from mockgpu.roofline import PROFILES, Roofline, Work, profile_named
 
 GRIDS = load_grids()

@@ -1,4 +1,4 @@
-"""Parameters at the edges of what their types admit: whatever a configuration may say must work."""
+"""Parameters at the edges of their types: any valid configuration must work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def edges(kind: inspect.Type, rng: Random) -> list[Any]:
-    """The least and the most of a type, or all that it admits. Every number must have both."""
+    """Return the minimum and maximum of a numeric type, or all values of another.
+
+    Every number must have both.
+    """
     match kind:
         case inspect.FloatType() | inspect.IntType():
             assert kind.ge is not None, f"{kind} has no least"
@@ -36,13 +39,18 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
 
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
-    """Of each parameter one of its edges, or nothing."""
-    found = {field.name: edges(inspect.type_info(field.type), rng) for field in msgspec.structs.fields(kind)}
+    """Draw an edge value or nothing for each parameter."""
+    found = {
+        field.name: edges(inspect.type_info(field.type), rng)
+        for field in msgspec.structs.fields(kind)
+    }
     return {name: rng.choice(values) for name, values in found.items() if rng.random() < 0.5}
 
 
-def builds(build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]) -> list[T]:
-    """A dozen built from parameters that were taken, though at their edges; many draws break a rule over several."""
+def builds(
+    build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]
+) -> list[T]:
+    """Build a dozen with accepted edge values; many draws break a rule over several parameters."""
     made, rng = list[T](), Random(name)
     for _ in range(2000):
         with suppress(PolicyConfigError):

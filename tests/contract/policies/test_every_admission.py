@@ -1,4 +1,7 @@
-"""What a waiting room may rely on from any registered admission. A new name is tested here by being there."""
+"""What a wait queue relies on from every registered admission.
+
+New names are tested automatically.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from random import Random
 
 import pytest
 
-from policies import admissions
-from policies.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
+from policies import admission_registry
+from policies.admission.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
 from policies.model import Ask, Candidate, Pick, Request, Slo
 from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot
 from tests.unit.policies.builders import View
 
-pytestmark = pytest.mark.parametrize("name", admissions.names())
+pytestmark = pytest.mark.parametrize("name", admission_registry.names())
 
 
 def view(rng: Random, candidates: list[Candidate]) -> View:
-    """A room with any numbers."""
+    """Return a wait queue view with random numbers."""
     busy, waiting = (rng.choice((0, rng.randint(0, 300))) for _ in range(2))
     waiting_s, at_door = waiting * rng.random(), rng.random() < 0.7
     drain = DrainRate()
@@ -27,12 +30,16 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
 
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
-    """Some hundred questions to one admission, with what it is told in between."""
+    """Yield about a hundred verdicts of one admission, with bookings and ends in between."""
     found = list[tuple[int, object]]()
     for number, ask, candidates in cases():
         rng = Random(f"{number} {seed}")
         now = 100.0 + number / 7
-        fields = (rng.choice(("", "s1", "s2")), rng.choice((0, 0, -1, 2)), rng.choice((None, now + 5 * rng.random())))
+        fields = (
+            rng.choice(("", "s1", "s2")),
+            rng.choice((0, 0, -1, 2)),
+            rng.choice((None, now + 5 * rng.random())),
+        )
         request = Request(
             *(
                 ask.request.id,
@@ -55,14 +62,17 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
             admission.booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
             if rng.random() < 0.8:
                 ended = rng.choice(("served", "dropped", "ignored"))
-                admission.ended(request, Outcome(now + rng.random(), output_tokens=rng.randrange(500), ended=ended))
+                admission.ended(
+                    request,
+                    Outcome(now + rng.random(), output_tokens=rng.randrange(500), ended=ended),
+                )
         admission.tick(now, candidates)
         assert snapshot(candidates) == before, number
     return found
 
 
 def check(number: int, verdict: object) -> None:
-    """It says all that it must."""
+    """Assert that a verdict is well formed."""
     if isinstance(verdict, Shed):
         assert verdict.reason, number
         assert verdict.detail.endswith("."), number
@@ -72,19 +82,19 @@ def check(number: int, verdict: object) -> None:
         assert not isinstance(verdict, Wait) or verdict.timeout_s > 0.0, number
 
 
-def test_a_verdict_is_whole_whatever_is_asked(name: str) -> None:
-    for number, verdict in verdicts(admissions.build_admission(name, {}), 1):
+def test_every_verdict_is_well_formed(name: str) -> None:
+    for number, verdict in verdicts(admission_registry.build_admission(name, {}), 1):
         check(number, verdict)
 
 
 def test_a_verdict_is_whole_whatever_parameters_are_taken(name: str) -> None:
-    for made in builds(admissions.build_admission, name, admissions.params_type(name)):
+    for made in builds(admission_registry.build_admission, name, admission_registry.params_type(name)):
         for number, verdict in verdicts(made, 3):
             check(number, verdict)
 
 
-def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
-    admission = admissions.build_admission(name, {})
+def test_nothing_is_admitted_without_an_available_endpoint(name: str) -> None:
+    admission = admission_registry.build_admission(name, {})
     for number, ask, candidates in cases():
         room = view(ask.rng, candidates)
         if not room.capacity:
@@ -93,10 +103,10 @@ def test_nobody_is_let_in_where_nobody_serves(name: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:
-    first, second = (admissions.build_admission(name, {}) for _ in range(2))
+    first, second = (admission_registry.build_admission(name, {}) for _ in range(2))
     assert verdicts(first, 2) == verdicts(second, 2)
 
 
 def test_two_builds_share_no_memory(name: str) -> None:
-    assert admissions.build_admission(name, {}) is not admissions.build_admission(name, {})
-    assert admissions.build_admission(name, {}).name == name
+    assert admission_registry.build_admission(name, {}) is not admission_registry.build_admission(name, {})
+    assert admission_registry.build_admission(name, {}).name == name

@@ -1,4 +1,4 @@
-"""What the line may rely on from any registered policy. A new name in the registry is tested here by being there."""
+"""What the gateway relies on from every registered policy. New names are tested automatically."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from policies import registry
-from policies.fingerprint import Fingerprinter
-from policies.model import STANDARD, Ask, Candidate, Endpoint, EndpointLoad, Request, Slo
+from policies.load import EndpointLoad
+from policies.model import STANDARD, Ask, Candidate, Endpoint, Request, Slo
+from policies.prefix.fingerprint import Fingerprinter
 from policies.run import pick, refusal
 from tests.contract.policies.extremes import builds
 
@@ -21,16 +22,22 @@ pytestmark = pytest.mark.parametrize("name", registry.names())
 
 
 def live(slot: int, rng: Random) -> EndpointLoad:
-    """Any numbers that an endpoint may have, the unknown and the extreme among them."""
+    """Return a load with any numbers an endpoint may have, including unknown and extreme ones."""
     load = EndpointLoad(slot)
     load.in_flight = rng.randrange(31)
     load.decoding = rng.randint(0, load.in_flight)
     for field in ("prefill_tokens", "decode_tokens", "expected_tokens", "kv_booked", "held_tokens"):
         setattr(load, field, rng.choice((0, rng.randrange(1000), rng.randrange(10**7))))
     load.available = rng.random() < 0.7
-    load.running, load.waiting = rng.choice((None, rng.randrange(300))), rng.choice((None, 0, rng.randrange(300)))
+    load.running, load.waiting = (
+        rng.choice((None, rng.randrange(300))),
+        rng.choice((None, 0, rng.randrange(300))),
+    )
     load.strangers = rng.choice((0, rng.randrange(300)))
-    load.kv_usage, load.scraped_at = rng.choice((None, 0.0, rng.random(), 1.0)), rng.choice((None, 100 * rng.random()))
+    load.kv_usage, load.scraped_at = (
+        rng.choice((None, 0.0, rng.random(), 1.0)),
+        rng.choice((None, 100 * rng.random())),
+    )
     load.kv_tokens = rng.choice((None, 1.0, 1e7 * rng.random() + 1))
     if rng.random() < 0.5:
         load.ready_at = 300 * rng.random()
@@ -40,23 +47,46 @@ def live(slot: int, rng: Random) -> EndpointLoad:
 
 
 def cases() -> Iterator[tuple[int, Ask, list[Candidate]]]:
-    """A hundred and fifty questions with their candidates, the same in every run, and a number that names each."""
+    """Return 150 queries with candidates, equal in every run, each with a number."""
     for number in range(150):
         rng = Random(number)
         slots = rng.sample(range(100), rng.choice((0, 1, 2, 3, 8)))
-        fleet = [Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "p", "m"), live(slot, rng)) for slot in slots]
+        fleet = [
+            Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "p", "m"), live(slot, rng))
+            for slot in slots
+        ]
         prompt = rng.choice((0, 1, rng.randrange(10**4), rng.randrange(10**6)))
-        slo = rng.choice((STANDARD, Slo("interactive", 10 * rng.random() + 0.01, rng.random() + 0.001)))
-        request = Request(f"{rng.random()}", "model", "tenant", prompt, rng.choice((0, rng.randrange(10**5))), slo=slo)
-        cached = [rng.choice((0, prompt, rng.randint(0, prompt))) for _ in range(rng.choice((0, 3, 100)))]
-        tried = frozenset(f"tp{slot}" for slot in rng.sample(slots, min(len(slots), rng.choice((0, 0, 1, 3)))))
-        prints = PRINTS.of(b"salt", TEXT[: rng.randrange(len(TEXT))]) if rng.random() < 0.5 else None
+        slo = rng.choice(
+            (STANDARD, Slo("interactive", 10 * rng.random() + 0.01, rng.random() + 0.001))
+        )
+        request = Request(
+            f"{rng.random()}",
+            "model",
+            "tenant",
+            prompt,
+            rng.choice((0, rng.randrange(10**5))),
+            slo=slo,
+        )
+        cached = [
+            rng.choice((0, prompt, rng.randint(0, prompt))) for _ in range(rng.choice((0, 3, 100)))
+        ]
+        tried = frozenset(
+            f"tp{slot}" for slot in rng.sample(slots, min(len(slots), rng.choice((0, 0, 1, 3))))
+        )
+        prints = (
+            PRINTS.of(b"salt", TEXT[: rng.randrange(len(TEXT))]) if rng.random() < 0.5 else None
+        )
         yield number, Ask(request, 100.0, rng, cached, tried, prints), fleet
 
 
 def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Who may be picked; a retry goes over a cap where nobody else has room."""
-    asked = [each for each in candidates if each.load.available and each.endpoint.name not in ask.tried]
+    """Return the candidates that may be picked.
+
+    A retry may exceed a cap if no other endpoint has room.
+    """
+    asked = [
+        each for each in candidates if each.load.available and each.endpoint.name not in ask.tried
+    ]
     below = [each for each in asked if each.load.in_flight < each.endpoint.max_concurrency]
     return below or asked if ask.tried else below
 
@@ -65,7 +95,7 @@ def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
     return [[getattr(candidate.load, field, None) for field in LIVE] for candidate in candidates]
 
 
-def test_a_pick_is_one_of_those_given_that_may_be_picked(name: str) -> None:
+def test_a_pick_is_one_of_the_allowed_candidates(name: str) -> None:
     policy = registry.build(name, {})
     for number, ask, candidates in cases():
         found = pick(policy, ask, candidates)
@@ -76,12 +106,17 @@ def test_a_pick_is_one_of_those_given_that_may_be_picked(name: str) -> None:
             assert 0 <= found.cached_tokens <= ask.request.prompt_tokens, number
 
 
-def test_somebody_is_picked_whenever_somebody_may_be(name: str) -> None:
+def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
     policy = registry.build(name, {})
     for number, ask, candidates in cases():
         assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
         if not able(ask, candidates):
-            assert refusal(policy, ask, candidates) in {"no_candidates", "available", "untried", "below_cap"}, number
+            assert refusal(policy, ask, candidates) in {
+                "no_candidates",
+                "available",
+                "untried",
+                "below_cap",
+            }, number
 
 
 def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
@@ -116,7 +151,7 @@ def test_scorers_rate_every_candidate_with_a_finite_number(name: str) -> None:
                 assert all(abs(score) < inf for score in scores), number
 
 
-def test_whatever_parameters_are_taken_everybody_is_rated_and_somebody_picked(name: str) -> None:
+def test_any_parameters_rate_all_candidates_and_pick_one(name: str) -> None:
     for policy in builds(registry.build, name, registry.params_type(name)):
         for number, ask, candidates in cases():
             for part in policy.scorers if candidates else ():
@@ -124,14 +159,16 @@ def test_whatever_parameters_are_taken_everybody_is_rated_and_somebody_picked(na
             assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
 
 
-def test_a_policy_is_total_on_nobody(name: str) -> None:
+def test_a_policy_accepts_an_empty_candidate_list(name: str) -> None:
     request = Request("id", "model", "tenant", 10, 10)
     assert pick(registry.build(name, {}), Ask(request, 0.0, Random(1)), ()) is None
 
 
 def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
     policy, rng = registry.build(name, {}), Random(3)
-    candidates = [Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)]
+    candidates = [
+        Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)
+    ]
     counts = [0] * 4
     for _ in range(2000):
         found = pick(policy, Ask(Request("id", "m", "t", 100, 10), 0.0, rng), candidates)
@@ -140,15 +177,21 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
     assert max(counts) / min(counts) <= 1.3
 
 
-def test_one_of_sixtyfour_is_picked_whatever_is_known_of_them(name: str) -> None:
-    """Nobody scraped, nothing cached, no fingerprint; then all of it."""
+def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
+    """First without scrapes, caches and fingerprint, then with all of them."""
     policy, rng = registry.build(name, {}), Random(5)
-    fleet = [Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)]
+    fleet = [
+        Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)
+    ]
     request = Request("id", "m", "t", 8000, 300)
     blind = pick(policy, Ask(request, 0.0, rng), fleet)
     for candidate in fleet:
         load = candidate.load
-        load.in_flight, load.prefill_tokens, load.kv_usage = rng.randrange(20), rng.randrange(20_000), rng.random()
+        load.in_flight, load.prefill_tokens, load.kv_usage = (
+            rng.randrange(20),
+            rng.randrange(20_000),
+            rng.random(),
+        )
         load.running, load.waiting, load.scraped_at, load.kv_tokens = 20, 3, 0.5, 600_000.0
     cached = [rng.randrange(8000) for _ in fleet]
     seeing = pick(policy, Ask(request, 1.0, rng, cached, frozenset(), PRINTS.of(b"", TEXT)), fleet)
@@ -159,9 +202,11 @@ def test_one_of_sixtyfour_is_picked_whatever_is_known_of_them(name: str) -> None
     assert seeing.cached_tokens == cached[seeing.candidate.load.slot]
 
 
-def test_only_who_reads_prefixes_is_moved_by_them(name: str) -> None:
+def test_only_policies_that_read_prefixes_depend_on_them(name: str) -> None:
     policy = registry.build(name, {})
-    fleet = [Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)]
+    fleet = [
+        Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)
+    ]
     request = Request("id", "m", "t", 8000, 300)
 
     def choices(cached: Sequence[int]) -> list[int]:
@@ -169,8 +214,17 @@ def test_only_who_reads_prefixes_is_moved_by_them(name: str) -> None:
         return [
             found.candidate.load.slot
             for seed in range(20)
-            if (found := pick(own, Ask(request, 0.0, Random(seed), cached, frozenset(), PRINTS.of(b"", TEXT)), fleet))
+            if (
+                found := pick(
+                    own,
+                    Ask(request, 0.0, Random(seed), cached, frozenset(), PRINTS.of(b"", TEXT)),
+                    fleet,
+                )
+            )
         ]
 
-    moved = any(choices([7900 * (slot == holder) for slot in range(4)]) != choices(()) for holder in range(4))
+    moved = any(
+        choices([7900 * (slot == holder) for slot in range(4)]) != choices(())
+        for holder in range(4)
+    )
     assert moved == policy.reads_prefix

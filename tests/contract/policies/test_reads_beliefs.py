@@ -1,4 +1,4 @@
-"""Who says that it reads no beliefs reads none: whatever stands in the outlook, it decides the same."""
+"""A policy that declares to read no forecast decides independently of it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ from random import Random
 
 import pytest
 
-from policies import admissions, ledger, registry
+from policies import admission_registry, ledger, registry
 from policies.model import Ask, Candidate
 from policies.run import pick
 from tests.contract.policies.test_every_admission import view
 from tests.contract.policies.test_every_policy import cases
 
 OUTLOOK = (
-    *("context_s", "due_at", "fixed_s", "kv_free", "kv_s", "pair_s", "ready_at", "sequence_s", "step_s", "token_s"),
+    *(
+        "context_s",
+        "due_at",
+        "fixed_s",
+        "kv_free",
+        "kv_s",
+        "pair_s",
+        "ready_at",
+        "sequence_s",
+        "step_s",
+        "token_s",
+    ),
 )
 READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "mooncake", "preble"}
 
 
 def muddled(candidates: list[Candidate], seed: int) -> None:
-    """Anything may stand there, and nothing is on the timeline."""
+    """Fill the forecast with random numbers, and the timeline with nothing."""
     rng = Random(seed)
     for candidate in candidates:
         ledger.believe(candidate.load, False, 1.0)
@@ -39,22 +50,26 @@ def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: s
         for _, ask, candidates in cases():
             muddled(candidates, seed)
             chosen = pick(policy, ask, candidates)
-            found.append(None if chosen is None else (chosen.candidate.load.slot, list(chosen.scores)))
+            found.append(
+                None if chosen is None else (chosen.candidate.load.slot, list(chosen.scores))
+            )
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
-@pytest.mark.parametrize("name", admissions.names())
+@pytest.mark.parametrize("name", admission_registry.names())
 def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(name: str) -> None:
-    admission = admissions.build_admission(name, {})
+    admission = admission_registry.build_admission(name, {})
     assert admission.reads_beliefs == (name in {"priced", "early_rejection"})
     if admission.reads_beliefs:
         return
     found = []
     for seed in (1, 2):
-        admission = admissions.build_admission(name, {})
+        admission = admission_registry.build_admission(name, {})
         for number, ask, candidates in cases():
             muddled(candidates, seed)
-            question = Ask(ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint)
+            question = Ask(
+                ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint
+            )
             found.append(admission.judge(question, candidates, view(Random(number), candidates)))
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 

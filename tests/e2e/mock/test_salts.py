@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mockgpu.group import GroupSpec
-from mockgpu.handoff.spec import Transfer
+from mockgpu.handoff_options import Transfer
 from tests.e2e.mock_group import CHAT, SPEC, Mock, mock
 
 PROMPT = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 2}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.handoff.legs import At, Give, Take
 from mockgpu.job import Job, State
+from mockgpu.leg_params import At, Give, Take
 from mockgpu.scheduler import Scheduler
 
 SIZE = 16

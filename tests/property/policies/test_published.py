@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import pickers
-from policies.latency import Belief, Shape
+from policies.engine.step_time import Belief, Shape
 from policies.model import Slo
 from policies.published.dualmap import DualMap, HotPrefixes, TwoHashes
 from policies.published.dynamo import DynamoKv, blocks
@@ -18,7 +18,7 @@ from policies.published.llmd_blend import ColdTurns, short_queue
 from policies.published.llmd_predictor import latency
 from policies.published.preble import Given, Window
 from tests.unit.policies.builders import ask, candidate
-from tests.unit.policies.test_published import PACE, asked, prompt
+from tests.unit.policies.published.test_published import PACE, asked, prompt
 
 INSTANT = Belief(Shape(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 few = settings(max_examples=60)
@@ -27,9 +27,13 @@ scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=9)
 
 @few
 @given(scores, st.data(), st.integers())
-def test_best_then_is_the_least_of_minus_score_then_costs(given_: list[float], data: st.DataObject, seed: int) -> None:
+def test_best_then_is_the_least_of_minus_score_then_costs(
+    given_: list[float], data: st.DataObject, seed: int
+) -> None:
     loads = [data.draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in given_]
-    fleet = [candidate(slot, in_flight=one, decode_tokens=two) for slot, (one, two) in enumerate(loads)]
+    fleet = [
+        candidate(slot, in_flight=one, decode_tokens=two) for slot, (one, two) in enumerate(loads)
+    ]
     pick = pickers.best_then(lambda load: load.in_flight, lambda load: load.decode_tokens)
     found = pick(ask(seed=seed), fleet, given_)
     order = [(-score, *load) for score, load in zip(given_, loads, strict=True)]
@@ -46,7 +50,9 @@ def test_the_better_of_two_is_never_the_only_worst(given_: list[float], seed: in
 
 @few
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=9), st.floats(0, 10), st.integers())
-def test_softmax_always_draws_somebody(given_: list[float], temperature: float, seed: int) -> None:
+def test_softmax_always_draws_a_candidate(
+    given_: list[float], temperature: float, seed: int
+) -> None:
     fleet = [candidate(slot) for slot in range(len(given_))]
     found = pickers.softmax(temperature)(ask(seed=seed), fleet, given_)
     assert 0 <= found < len(given_)
@@ -55,11 +61,20 @@ def test_softmax_always_draws_somebody(given_: list[float], temperature: float, 
 
 
 @few
-@given(st.lists(st.tuples(*[st.integers(0, 10**6)] * 3), min_size=1, max_size=6), st.integers(0, 10**6))
-def test_dynamos_cost_is_never_below_the_blocks_in_use(loads: list[tuple[int, int, int]], size: int) -> None:
-    fleet = [candidate(slot, prefill_tokens=one, decode_tokens=two) for slot, (one, two, _) in enumerate(loads)]
+@given(
+    st.lists(st.tuples(*[st.integers(0, 10**6)] * 3), min_size=1, max_size=6), st.integers(0, 10**6)
+)
+def test_dynamos_cost_is_never_below_the_blocks_in_use(
+    loads: list[tuple[int, int, int]], size: int
+) -> None:
+    fleet = [
+        candidate(slot, prefill_tokens=one, decode_tokens=two)
+        for slot, (one, two, _) in enumerate(loads)
+    ]
     cached = [min(size, held) for _, _, held in loads]
-    for score, (one, two, _) in zip(blocks(DynamoKv())(ask(size, cached=cached), fleet), loads, strict=True):
+    for score, (one, two, _) in zip(
+        blocks(DynamoKv())(ask(size, cached=cached), fleet), loads, strict=True
+    ):
         assert -score >= (one + two) / 16 - 1e-6
         assert -score <= (2 * one + two + size) / 16 + 1e-6
 
@@ -67,7 +82,9 @@ def test_dynamos_cost_is_never_below_the_blocks_in_use(loads: list[tuple[int, in
 @few
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9))
 def test_queue_scores_reach_from_nought_to_one_and_fall_with_the_queue(queues: list[int]) -> None:
-    found = short_queue(5.0)(ask(), [candidate(slot, in_flight=queue) for slot, queue in enumerate(queues)])
+    found = short_queue(5.0)(
+        ask(), [candidate(slot, in_flight=queue) for slot, queue in enumerate(queues)]
+    )
     assert max(found) == 1.0
     assert min(found) == (0.0 if len(set(queues)) > 1 else 1.0)
     for (one, score), (other, rival) in pairwise(zip(queues, found, strict=True)):
@@ -76,7 +93,9 @@ def test_queue_scores_reach_from_nought_to_one_and_fall_with_the_queue(queues: l
 
 @few
 @given(st.lists(st.booleans(), max_size=40), st.integers(2, 6), st.integers())
-def test_cold_prompts_go_round_whatever_hits_come_between(hits: list[bool], size: int, seed: int) -> None:
+def test_cold_prompts_go_round_whatever_hits_come_between(
+    hits: list[bool], size: int, seed: int
+) -> None:
     turns, fleet, rng = ColdTurns(), [candidate(slot) for slot in range(size)], Random(seed)
     took: Counter[int] = Counter()
     for hit in hits:
@@ -101,14 +120,23 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
     for each, (first, step) in zip(fleet, latencies, strict=True):
         each.load.ready_at, each.load.step_s, each.load.belief = 100.0 + first, step, INSTANT
     found = latency(0.8, 0.2)(asked(Slo("chat", ttft_s, tpot_s)), fleet)
-    in_time = [each.load.ready_at - 100.0 <= ttft_s and each.load.step_s <= tpot_s for each in fleet]
+    in_time = [
+        each.load.ready_at - 100.0 <= ttft_s and each.load.step_s <= tpot_s for each in fleet
+    ]
     for score, good in zip(found, in_time, strict=True):
         assert (score >= 3.0 - 1e-9) if good else (score <= 3.0 + 1e-9)
 
 
 @few
-@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 5), st.integers(0, 3), st.integers(1, 100)), max_size=40))
-def test_prebles_window_is_the_sum_of_what_is_in_it(steps: list[tuple[float, int, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 50), st.integers(0, 5), st.integers(0, 3), st.integers(1, 100)),
+        max_size=40,
+    )
+)
+def test_prebles_window_is_the_sum_of_what_is_in_it(
+    steps: list[tuple[float, int, int, int]],
+) -> None:
     window, now, kept = Window(60.0), 0.0, dict[str, Given]()
     for later, request, slot, tokens in steps:
         now += later
@@ -127,7 +155,9 @@ def test_prebles_window_is_the_sum_of_what_is_in_it(steps: list[tuple[float, int
 
 @few
 @given(st.integers(0, 2**64 - 1), st.sets(st.integers(0, 40), min_size=3, max_size=12), st.data())
-def test_a_pair_of_two_hashes_outlives_the_loss_of_any_other(key: int, slots: set[int], data: st.DataObject) -> None:
+def test_a_pair_of_two_hashes_outlives_the_loss_of_any_other(
+    key: int, slots: set[int], data: st.DataObject
+) -> None:
     hashes, fleet = TwoHashes(DualMap()), [candidate(slot) for slot in sorted(slots)]
     pair = hashes._pair(key, fleet)
     assert pair[0] != pair[1]

@@ -16,11 +16,11 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from gateway.cli import app
+from gateway.cli.main import app
 from gateway.config import Config, examine
-from gateway.metrics import Metrics
+from gateway.metrics.catalogue import Metrics
 from gateway.reload.reloader import AT_START
-from gateway.units import duration_s
+from gateway.util.units import duration_s
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

@@ -22,23 +22,23 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from gateway.cli import app
+from gateway.cli.main import app
 from gateway.config import examine_text, json_schema
-from gateway.docgen import pages as made
-from gateway.exposition import page
-from gateway.metrics import Metrics
-from gateway.workers.figures import Figures
-from policies import admissions, registry
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.exposition import page
+from gateway.workers.supervisor_metrics import Figures
+from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
+from tools.docgen import pages as made
 
 ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
 WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
-"""By hand, that is: the others are compared with the code (tests/unit/gateway/test_docgen.py)."""
-ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests")
+"""By hand, that is: the others are compared with the code (tests/unit/tools/test_docgen.py)."""
+ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests", "tools", "bench")
 NOT_COMMANDS = {"--enable-prompt-tokens-details", "--load-format", "--enable-feature", "--ahead", "--functions"}
 """Options in running text that belong to an engine, to Prometheus, or to a bench."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
@@ -311,14 +311,14 @@ def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the
 TOLD = {
     found[1]: found[2]
     for found in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
-    if found[1] in {*registry.names(), *admissions.names()} and "`" in found[2]
+    if found[1] in {*registry.names(), *admission_registry.names()} and "`" in found[2]
 }
 """The last cells of tables of rules: a parameter and its default, and so on."""
 
 
 @pytest.mark.parametrize("rule", sorted(TOLD))
 def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
-    kinds = [each.params_type(rule) for each in (registry, admissions) if rule in each.names()]
+    kinds = [each.params_type(rule) for each in (registry, admission_registry) if rule in each.names()]
     defaults = {name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()}
     told = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
     assert told.keys() <= defaults.keys()

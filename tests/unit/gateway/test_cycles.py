@@ -168,7 +168,7 @@ async def test_a_failing_probe_leaves_no_reference_cycle(fault: str) -> None:
     async with house(
         1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}
     ) as running:
-        live, watcher = running.app.gateway.endpoints.all()[0], running.app._watcher
+        live, watcher = running.app.gateway.endpoints.all()[0], running.app._health_checker
         running.groups[0].faults.set(fault)
         with no_garbage(
             "aiohttp.client",

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from gateway import serve
-from gateway.client import Client
 from gateway.exchange import Exchange
-from gateway.metrics import Metrics
-from gateway.openai import Api
+from gateway.http.client import Client
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Api
 from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, Beginning
 from tests.replaced import stand_in

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 
 from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
-from kvtransfer.clock import VirtualClock
-from kvtransfer.ends import Reason
-from kvtransfer.handles import Doorbell, Handle
-from kvtransfer.lattice import Runs
-from kvtransfer.layout import fingerprint_of
-from kvtransfer.messages import Accept, pack_blocks
-from kvtransfer.options import Options
-from kvtransfer.regions import Region
+from kvtransfer.contract import LinkOwner, TransportError, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.layout import fingerprint_of
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.messages import Accept, pack_blocks
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.transfer.handles import Doorbell, Handle
 from kvtransfer.transports import shm
-from kvtransfer.transports.base import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
-from kvtransfer.transports.rdma import Rdma
-from kvtransfer.transports.stream import Manner
+from kvtransfer.transports.rdma.transport import Rdma
+from kvtransfer.transports.stream.link import Manner
 from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.clock import VirtualClock
+from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 

@@ -10,12 +10,12 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
-from gateway.framing import parse_head
-from tests.load.overload_client import SO_TIMESTAMPNS, STAMP, Asked, Line, Lines, age_s, request
-from tests.load.overload_figures import Bound, Refusal, figures, good, times
-from tests.load.overload_load import Knock, Knocks, Stream, Try
-from tests.load.overload_plan import PHASES, Plan, arrivals
-from tests.load.overload_still import ANSWER, Still
+from bench.load.overload_client import SO_TIMESTAMPNS, STAMP, Asked, Line, Lines, age_s, request
+from bench.load.overload_figures import Bound, Refusal, figures, good, times
+from bench.load.overload_load import Knock, Knocks, Stream, Try
+from bench.load.overload_plan import PHASES, Plan, arrivals
+from bench.load.overload_still import ANSWER, Still
+from gateway.protocol.response_framing import parse_head
 
 PLAN = Plan("http://gateway", "http://still", 0.0, 10.0, 1)
 SPIKE, STORM = PLAN.window("spike"), PLAN.window("storm")

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.load.slope import BIN_S, Point, lows, slope
+from bench.load.slope import BIN_S, Point, lows, slope
 
 SECONDS = 600
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.load.tenant_isolation import Area, area
+from bench.load.tenant_isolation import Area, area
 
 
 def test_an_area_counts_pairs_in_order_and_ties_by_half() -> None:

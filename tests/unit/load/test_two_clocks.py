@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.load.two_clocks import foreseen_by
+from bench.load.two_clocks import foreseen_by
 
 LOG = """
 {"id":"a","picked_us":1000,"first_token_us":101000,"predicted_ttft_us":90000}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mockgpu.hardware import Gpu
-from mockgpu.llm import Llm
+from mockgpu.gpus import Gpu
+from mockgpu.model_shapes import Llm
 
 
 def min_tp(model: Llm, gpu: Gpu) -> int:

@@ -7,7 +7,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from gateway.cli import app
+from gateway.cli.main import app
 
 
 @pytest.mark.parametrize(

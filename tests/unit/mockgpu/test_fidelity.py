@@ -6,9 +6,9 @@ from statistics import median, quantiles
 
 import pytest
 
+from mockgpu.gpus import GPUS, Gpu
 from mockgpu.grids import Grid, GridCorrection, load_grids, roofline_for, whole_prompt
-from mockgpu.hardware import GPUS, Gpu
-from mockgpu.llm import MODELS, Llm
+from mockgpu.model_shapes import MODELS, Llm
 from mockgpu.roofline import PROFILES, Roofline, Work
 
 GRIDS = load_grids()

@@ -13,15 +13,9 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for, whole_prompt
-from mockgpu.hardware import Gpu, gpu_named
-from mockgpu.llm import (
-    RULE_OF_THUMB,
-    Llm,
-    free_kv_bytes,
-    kv_capacity_tokens,
-    model_named,
-)
+from mockgpu.model_shapes import RULE_OF_THUMB, Llm, free_kv_bytes, kv_capacity_tokens, model_named
 from mockgpu.roofline import PROFILES, Roofline, Work
 from tests.unit.mockgpu.formulas import ideal_decode_s, kv_transfer_s, min_tp, weights_load_s
 

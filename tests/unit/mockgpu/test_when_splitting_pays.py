@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from mockgpu.roofline import PROFILES, Work
 from tests.unit.mockgpu.formulas import kv_transfer_s
 

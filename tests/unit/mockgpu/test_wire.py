@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mockgpu.handoff.wire import BadWire, End
+from mockgpu.handoff.faulty_link import BadWire, End
 
 
 class Transport:

@@ -1,21 +1,25 @@
-"""Short ways to make candidates, questions and rooms in tests of policies and admissions."""
+"""Builders of candidates, queries and wait queue views for tests of policies and admissions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
-from policies.admission import DrainRate, Shed, Verdict, WaitingRoom
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Request
+from policies.admission.admission import DrainRate, Shed, Verdict, WaitingRoom
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:
-    """Endpoint `tp<slot>`; keywords set its live numbers."""
+    """Return endpoint `tp<slot>`; keywords set its live numbers."""
     numbers = EndpointLoad(slot)
     for name, value in load.items():
         setattr(numbers, name, value)
     return Candidate(
-        Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=cap), numbers
+        Endpoint(
+            f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "pool", "model", max_concurrency=cap
+        ),
+        numbers,
     )
 
 
@@ -32,7 +36,7 @@ def ask(
 
 
 class View:
-    """A room as an admission sees it, with the numbers that a test wants."""
+    """A wait queue view with the numbers a test needs."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class View:
 
 
 def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRate:
-    """What a room measures that so many requests have left per second."""
+    """Return a drain rate of this many requests per second."""
     drain = DrainRate()
     for number in range(int(seconds * per_s) + 1):
         drain.completed(since + number / per_s)
@@ -64,6 +68,6 @@ def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRa
 
 
 def shed(verdict: Verdict) -> Shed:
-    """The verdict, which is to refuse."""
+    """Return the verdict, which must be a refusal."""
     assert isinstance(verdict, Shed), verdict
     return verdict

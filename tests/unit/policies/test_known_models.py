@@ -20,13 +20,22 @@ from policies.known_models import AttentionShape, attention_shape, tp_problem
         ("deepseek-ai/DeepSeek-R1-0528", 128, None),
     ],
 )
-def test_a_model_is_known_by_its_served_name_and_by_its_repository(name: str, heads: int, kv_heads: int | None) -> None:
+def test_a_model_is_known_by_its_served_name_and_by_its_repository(
+    name: str, heads: int, kv_heads: int | None
+) -> None:
     assert attention_shape(name) == AttentionShape(heads, kv_heads)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "my-llama", "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "qwen3-8b2", "notqwen3-8b", "llama-3.1-700b"],
+    [
+        "demo",
+        "my-llama",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+        "qwen3-8b2",
+        "notqwen3-8b",
+        "llama-3.1-700b",
+    ],
 )
 def test_a_model_of_another_name_is_not_known(name: str) -> None:
     assert attention_shape(name) is None

@@ -1,4 +1,4 @@
-"""The three policies, rule by rule."""
+"""The three built-in policies, rule by rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from policies import registry
 from policies.filters import available, prefer_proven, untried
-from policies.model import Candidate, EndpointLoad
+from policies.load import EndpointLoad
+from policies.model import Candidate
 from policies.presets import LeastLoaded
 from policies.run import pick, refusal
 from tests.unit.policies.builders import ask, candidate
@@ -40,18 +41,31 @@ def test_round_robin_stays_even_among_those_present_while_one_comes_and_goes() -
 
 
 def test_round_robin_starts_anywhere() -> None:
-    assert len({chosen("round_robin", [candidate(slot) for slot in range(4)], seed) for seed in range(30)}) == 4
+    assert (
+        len(
+            {
+                chosen("round_robin", [candidate(slot) for slot in range(4)], seed)
+                for seed in range(30)
+            }
+        )
+        == 4
+    )
 
 
 def test_least_loaded_prefers_fewer_outstanding_tokens() -> None:
-    assert chosen("least_loaded", [candidate(0, prefill_tokens=5000), candidate(1, expected_tokens=4000)]) == "tp1"
+    assert (
+        chosen(
+            "least_loaded", [candidate(0, prefill_tokens=5000), candidate(1, expected_tokens=4000)]
+        )
+        == "tp1"
+    )
 
 
 def test_least_loaded_counts_requests_when_tokens_are_equal() -> None:
     assert chosen("least_loaded", [candidate(0, in_flight=3), candidate(1, in_flight=2)]) == "tp1"
 
 
-def test_least_loaded_sees_strangers_in_a_fresh_scrape_only() -> None:
+def test_least_loaded_counts_external_requests_of_a_fresh_scrape_only() -> None:
     crowded = {"strangers": 10, "in_flight": 2}
     mine = candidate(1, in_flight=4)
     assert chosen("least_loaded", [candidate(0, scraped_at=98.0, **crowded), mine]) == "tp1"
@@ -64,7 +78,7 @@ def test_own_requests_in_a_scrape_are_not_counted_twice() -> None:
     assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
 
 
-def test_own_requests_that_ended_since_the_scrape_do_not_become_strangers() -> None:
+def test_own_requests_that_ended_since_the_scrape_are_not_external() -> None:
     seen = candidate(0, in_flight=3, running=20, waiting=5, scraped_at=99.5)
     assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
 
@@ -76,7 +90,10 @@ def test_a_retry_goes_over_a_cap_rather_than_nowhere() -> None:
 
 
 def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
-    """Work arrives at 80 % of four groups' speed; each serves its tokens at a fixed rate, side by side."""
+    """Work arrives at 80 % of four groups' speed.
+
+    Each serves its tokens at a fixed rate, side by side.
+    """
     policy, candidates = registry.build("least_loaded", {}), [candidate(slot) for slot in range(4)]
     rng, served, ends, now = Random(5), [0] * 4, list[tuple[float, int, int]](), 0.0
     for _ in range(3000):
@@ -94,9 +111,14 @@ def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> No
     assert max(served) / min(served) <= 1.3
 
 
-def test_ties_fall_on_everybody() -> None:
+def test_ties_are_broken_at_random() -> None:
     for policy in ("least_loaded", "prefix_aware"):
-        assert len({chosen(policy, [candidate(slot) for slot in range(4)], seed) for seed in range(40)}) == 4
+        assert (
+            len(
+                {chosen(policy, [candidate(slot) for slot in range(4)], seed) for seed in range(40)}
+            )
+            == 4
+        )
 
 
 def test_prefix_aware_follows_the_cache_when_queues_are_even() -> None:
@@ -106,19 +128,33 @@ def test_prefix_aware_follows_the_cache_when_queues_are_even() -> None:
 
 def test_prefix_aware_leaves_a_queue_that_costs_more_than_the_prefix_saves() -> None:
     idle = candidate(0)
-    assert chosen("prefix_aware", [idle, candidate(1, prefill_tokens=900)], cached=[0, 800]) == "tp0"
-    assert chosen("prefix_aware", [idle, candidate(1, prefill_tokens=700)], cached=[0, 800]) == "tp1"
+    assert (
+        chosen("prefix_aware", [idle, candidate(1, prefill_tokens=900)], cached=[0, 800]) == "tp0"
+    )
+    assert (
+        chosen("prefix_aware", [idle, candidate(1, prefill_tokens=700)], cached=[0, 800]) == "tp1"
+    )
 
 
 def test_prefix_aware_waits_longer_for_a_prefix_where_a_wasted_prefill_would_slow_many() -> None:
     busy = candidate(0, in_flight=10)
-    assert chosen("prefix_aware", [busy, candidate(1, prefill_tokens=3000, in_flight=10)], cached=[0, 800]) == "tp1"
+    assert (
+        chosen(
+            "prefix_aware", [busy, candidate(1, prefill_tokens=3000, in_flight=10)], cached=[0, 800]
+        )
+        == "tp1"
+    )
 
 
 def test_patience_for_a_cached_prefix_is_bounded() -> None:
     crowd = {"in_flight": 50}
     hot = candidate(1, prefill_tokens=65_536 + 20_001, **crowd)
-    assert chosen("prefix_aware", [candidate(0, **crowd), hot], prompt_tokens=20_000, cached=[0, 20_000]) == "tp0"
+    assert (
+        chosen(
+            "prefix_aware", [candidate(0, **crowd), hot], prompt_tokens=20_000, cached=[0, 20_000]
+        )
+        == "tp0"
+    )
 
 
 def test_prefix_aware_shuns_an_engine_whose_memory_is_full() -> None:
@@ -128,10 +164,17 @@ def test_prefix_aware_shuns_an_engine_whose_memory_is_full() -> None:
     assert chosen("prefix_aware", [stale, candidate(1, prefill_tokens=500)]) == "tp0"
 
 
-def test_a_pick_says_what_it_saw() -> None:
-    found = pick(registry.build("prefix_aware", {}), ask(cached=[0, 600]), [candidate(0), candidate(1)])
+def test_a_pick_records_candidates_and_scores() -> None:
+    found = pick(
+        registry.build("prefix_aware", {}), ask(cached=[0, 600]), [candidate(0), candidate(1)]
+    )
     assert found is not None
-    assert (found.cached_tokens, found.considered, found.reason, found.score) == (600, 2, "prefix_aware", -400.0)
+    assert (found.cached_tokens, found.considered, found.reason, found.score) == (
+        600,
+        2,
+        "prefix_aware",
+        -400.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +186,7 @@ def test_a_pick_says_what_it_saw() -> None:
         ([candidate(0, cap=2, in_flight=2)], (), "below_cap"),
     ],
 )
-def test_a_refusal_names_the_filter_that_left_nobody(
+def test_a_refusal_names_the_filter_that_removed_the_last_candidate(
     candidates: list[Candidate], tried: tuple[str, ...], reason: str
 ) -> None:
     policy, question = registry.build("least_loaded", {}), ask(tried=tried)
@@ -151,8 +194,8 @@ def test_a_refusal_names_the_filter_that_left_nobody(
     assert refusal(policy, question, candidates) == reason
 
 
-def test_a_refusal_of_nobody_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="refuses nobody"):
+def test_rejecting_filter_raises_if_a_candidate_passes() -> None:
+    with pytest.raises(ValueError, match="keeps a candidate"):
         refusal(registry.build("least_loaded", {}), ask(), [candidate(0)])
 
 
@@ -163,7 +206,9 @@ def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> 
     assert len(prefer_proven(ask(), candidates)) == 4, "a first try goes anywhere"
     policy = LeastLoaded().build()
     assert [*policy.filters][:2] == [available, untried]
-    assert not {untried, prefer_proven}.intersection(policy.first_filters), "and they are not asked then"
+    assert not {untried, prefer_proven}.intersection(policy.first_filters), (
+        "and they are not asked then"
+    )
     assert set(policy.filters) - {untried, prefer_proven} == set(policy.first_filters)
     retried = ask(tried=("tp0",))
     assert prefer_proven(retried, candidates) == [candidates[3]]

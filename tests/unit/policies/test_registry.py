@@ -1,4 +1,4 @@
-"""Policies by name, and what is said about a wrong one."""
+"""Policies by name, and the messages for unknown ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from policies.registry import PolicyConfigError
 def test_names_are_stable() -> None:
     assert registry.names()[:3] == ("round_robin", "least_loaded", "prefix_aware")
     assert set(registry.names()) >= {
-        *("power_of_two", "sglang_cache_aware", "dynamo_kv", "llmd_blend", "llmd_token", "llmd_predictor"),
+        *(
+            "power_of_two",
+            "sglang_cache_aware",
+            "dynamo_kv",
+            "llmd_blend",
+            "llmd_token",
+            "llmd_predictor",
+        ),
         *("preble", "mooncake", "lmetric", "llumnix", "dualmap"),
     }
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(
-        PolicyConfigError, match=r"unknown policy 'least_load'.*did you mean 'least_loaded'.*known: round"
+        PolicyConfigError,
+        match=r"unknown policy 'least_load'.*did you mean 'least_loaded'.*known: round",
     ) as wrong:
         registry.build("least_load", {})
     assert wrong.value.param is None
@@ -27,7 +35,8 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 def test_an_unknown_parameter_is_answered_with_the_nearest() -> None:
     with pytest.raises(
-        PolicyConfigError, match=r"no parameter 'fresh'.*did you mean 'fresh_s'.*it takes output_weight"
+        PolicyConfigError,
+        match=r"no parameter 'fresh'.*did you mean 'fresh_s'.*it takes output_weight",
     ) as wrong:
         registry.build("least_loaded", {"fresh": 1})
     assert wrong.value.param == "fresh"
@@ -36,12 +45,14 @@ def test_an_unknown_parameter_is_answered_with_the_nearest() -> None:
 
 
 def test_a_parameter_of_the_wrong_kind_is_named() -> None:
-    with pytest.raises(PolicyConfigError, match=r"prefix_aware.decode_weight: Expected `float`, got `str`"):
+    with pytest.raises(
+        PolicyConfigError, match=r"prefix_aware.decode_weight: Expected `float`, got `str`"
+    ):
         registry.build("prefix_aware", {"decode_weight": "much"})
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_every_policy_builds_from_its_defaults_and_says_its_name(name: str) -> None:
+def test_every_policy_builds_from_its_defaults_and_has_its_name(name: str) -> None:
     kind = registry.params_type(name)
     assert registry.build(name, {}).name == name
     assert registry.build(name, msgspec.to_builtins(kind())).name == name

@@ -1,4 +1,4 @@
-"""A gateway that follows a file, its mock groups, and clients, all in the test's own loop."""
+"""A gateway that watches a file, its mock engines and clients, in the test's event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 import aiohttp
 
-from gateway.app import App, Origin
+from gateway.app import App
 from gateway.config import examine
-from gateway.reload import follow
+from gateway.reload import file_watcher
+from gateway.restart.start_options import Origin
 from mockgpu.fleet import Member, running_fleet
+from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.hardware import gpu_named
-from mockgpu.llm import model_named
+from mockgpu.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 ENV = {"ADMIN_KEY": "sk-admin-of-the-test"}
@@ -42,7 +43,7 @@ timeouts: {{connect: 10s, stall: 60s}}
 
 
 class Running:
-    """The gateway `app`, the `file` it follows, its groups, and what it said to the operator."""
+    """The gateway `app`, the `file` it watches, its mock engines, and its reports."""
 
     def __init__(self, file: Path, members: list[Member], http: aiohttp.ClientSession) -> None:
         self.file = file
@@ -53,39 +54,45 @@ class Running:
         self.app: App
 
     def text(self, *numbers: int) -> str:
-        """The configuration with these groups; all unless given."""
+        """Return the configuration with these mock engines; by default all."""
         chosen = numbers or range(len(self.members))
         lines = [f"      - {{name: group-{n}, url: {self.members[n].url}}}" for n in chosen]
         return CONFIG.format(endpoints="\n".join(lines))
 
     def write(self, text: str) -> None:
-        """As an editor does: another file takes its name."""
+        """Write the file as an editor does: rename a new file over it."""
         fresh = self.file.with_suffix(".tmp")
         fresh.write_text(text)
         fresh.replace(self.file)
 
-    async def asked(self, method: str, path: str, **options: Any) -> tuple[int, Mapping[str, str], Any]:
+    async def asked(
+        self, method: str, path: str, **options: Any
+    ) -> tuple[int, Mapping[str, str], Any]:
         async with self.http.request(method, self.app.admin_url + path, **options) as answer:
             return answer.status, answer.headers, await answer.json()
 
     async def put(self, text: str, **options: Any) -> tuple[int, Any]:
-        status, _, told = await self.asked("PUT", "/config", data=text.encode(), **options)
-        return status, told
+        status, _, reply = await self.asked("PUT", "/config", data=text.encode(), **options)
+        return status, reply
 
     async def hears(self, words: str) -> None:
-        """Return when the operator has been told a line with these words."""
+        """Wait until a line with this text is reported to the operator."""
         async with asyncio.timeout(PATIENCE_S):
             while not any(words in line for line in self.said):
                 await asyncio.sleep(0.01)
 
     async def ask(self, prompt: str = "hello", tokens: int = 4) -> str:
-        """One streamed completion, read to its end: ok, or what else came of it."""
+        """Stream one completion to its end; return ok or the kind of failure."""
         body = {"model": "demo-8b", "stream": True, "max_tokens": tokens}
         body["messages"] = [{"role": "user", "content": prompt}]
         try:
             async with self.http.post(f"{self.app.url}/v1/chat/completions", json=body) as answer:
                 text = await answer.read()
-                whole = answer.status == 200 and text.rstrip().endswith(b"[DONE]") and b'"error"' not in text
+                whole = (
+                    answer.status == 200
+                    and text.rstrip().endswith(b"[DONE]")
+                    and b'"error"' not in text
+                )
                 fate = "ok" if whole else f"{answer.status} {text[-200:]!r}"
         except aiohttp.ClientError as problem:
             fate = repr(problem)
@@ -94,7 +101,7 @@ class Running:
 
     @asynccontextmanager
     async def load(self, users: int = 8) -> AsyncIterator[None]:
-        """So many users ask one thing after the other; every answer must be whole."""
+        """Let this many users send requests one after another; every response must be complete."""
         over = asyncio.Event()
 
         async def user(number: int) -> None:
@@ -121,30 +128,34 @@ async def running(
     poll_s: float = 0.03,
     late: tuple[str, str] | None = None,
 ) -> AsyncIterator[Running]:
-    """`more` is appended to the configuration; `poll_s` is how often its files are looked at; `late` is replaced in it
-    after it was read and before the gateway starts."""
+    """Run a gateway with a configuration file.
+
+    more    text appended to the configuration
+    poll_s  poll interval of the file watcher
+    late    (old, new) replaced in the file after it was loaded and before the gateway starts
+    """
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3 * PATIENCE_S)
     async with (
         running_fleet([spec] * groups) as members,
         aiohttp.ClientSession(connector=connector, timeout=patience) as http,
     ):
-        made = Running(folder / "gateway.yaml", members, http)
-        made.file.write_text(made.text() + more)
-        loaded = examine(made.file, ENV)
+        harness = Running(folder / "gateway.yaml", members, http)
+        harness.file.write_text(harness.text() + more)
+        loaded = examine(harness.file, ENV)
 
         def say(line: str, bad: bool) -> None:
-            made.said.append(line)
+            harness.said.append(line)
 
-        made.app = App(loaded.config, Origin(loaded, made.file, ENV, say))
+        harness.app = App(loaded.config, Origin(loaded, harness.file, ENV, say))
         if late is not None:
-            made.write((made.text() + more).replace(*late))
-        with patch.object(follow, "POLL_S", poll_s):
-            await made.app.start()
+            harness.write((harness.text() + more).replace(*late))
+        with patch.object(file_watcher, "POLL_S", poll_s):
+            await harness.app.start()
             try:
-                yield made
+                yield harness
             finally:
-                await made.app.stop()
+                await harness.app.stop()
 
 
 def dumped(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Two hundred bad files, made from a good one by named mistakes: each is refused at its line, and requests go on."""
+"""Two hundred bad files, each a valid file with one mistake, are rejected at their line."""
 
 from __future__ import annotations
 
@@ -64,18 +64,22 @@ reload:
 
 
 class Mistake(NamedTuple):
-    """`make` spoils one line; None where it does not apply. The line it spoils is the one that must be named."""
+    """A mistake: `make` changes one line, which must be reported; None if not applicable."""
 
     name: str
     make: Callable[[str], str | None]
 
 
 def value(of: Callable[[str], bool], wrong: str) -> Callable[[str], str | None]:
-    """Another value for a key whose value is as `of` says."""
+    """Return a changed value for a key whose value matches `of`."""
 
     def spoil(line: str) -> str | None:
         key, colon, text = line.partition(": ")
-        return f"{key}: {wrong}" if colon and of(text) and "{" not in text and "[" not in text else None
+        return (
+            f"{key}: {wrong}"
+            if colon and of(text) and "{" not in text and "[" not in text
+            else None
+        )
 
     return spoil
 
@@ -110,54 +114,67 @@ MISTAKES = (
     Mistake("unknown variable", value(lambda text: bool(text), "${NO_SUCH_NAME}")),
     Mistake("reference malformed", value(lambda text: bool(text), "${not a name}")),
     Mistake("python tag", value(lambda text: bool(text), "!!python/object:os.system {}")),
-    Mistake("key misspelt", lambda line: None if line.lstrip().startswith("-") else line.replace(":", "x:", 1)),
-    Mistake("key twice", lambda line: f"{line}\n{line}" if ": " in line and "- " not in line else None),
+    Mistake(
+        "key misspelt",
+        lambda line: None if line.lstrip().startswith("-") else line.replace(":", "x:", 1),
+    ),
+    Mistake(
+        "key twice", lambda line: f"{line}\n{line}" if ": " in line and "- " not in line else None
+    ),
     Mistake("tab", lambda line: f"\t{line}" if line.startswith("  ") else None),
     Mistake("quote left open", value(lambda text: bool(text), '"abc')),
     Mistake("bracket left open", value(lambda text: bool(text), "[1, 2")),
     Mistake("anchor unknown", value(lambda text: bool(text), "*nowhere")),
 )
 ELSEWHERE = frozenset({"version", "pool", "- name", "url", "role", "policy", "chat"})
-"""Keys whose mistakes may be told at what depends on them."""
+"""Keys whose mistakes may be reported at the keys that depend on them."""
 
 OPTIONAL = frozenset({"context_tokens", "name"})
-"""Keys that may be left empty."""
+"""Keys that may be empty."""
 
 MOST_OF_A_KIND = 11
 
 
 def corpus(good: str) -> Iterator[tuple[str, int, str]]:
-    """(what is wrong, its line, the text)."""
+    """Yield (mistake, its line, the text)."""
     lines = good.splitlines()
     for mistake in MISTAKES:
-        made = 0
+        harness = 0
         for at, line in enumerate(lines):
             spoilt, key = mistake.make(line), line.strip().partition(":")[0]
             allowed = key in ELSEWHERE or (mistake.name == "value missing" and key in OPTIONAL)
-            if spoilt is None or spoilt == line or allowed or made == MOST_OF_A_KIND:
+            if spoilt is None or spoilt == line or allowed or harness == MOST_OF_A_KIND:
                 continue
-            made += 1
+            harness += 1
             place = at + 2 if mistake.name == "key twice" else at + 1
-            yield f"{mistake.name}: {line.strip()}", place, "\n".join([*lines[:at], spoilt, *lines[at + 1 :], ""])
+            yield (
+                f"{mistake.name}: {line.strip()}",
+                place,
+                "\n".join([*lines[:at], spoilt, *lines[at + 1 :], ""]),
+            )
 
 
-async def test_two_hundred_bad_files_are_each_refused_at_their_line_and_nobody_notices(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        url = made.members[0].url
+async def test_two_hundred_bad_files_are_each_rejected_at_their_line_without_effect_on_requests(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        url = harness.members[0].url
         good = GOOD.format(policy="prefix_aware", url=url)
         files = list(corpus(good))
         assert len(files) >= 200
-        status, told = await made.put(good)
-        assert status == 200, told
-        snapshot, wrong = made.app.gateway.snapshot, []
-        async with made.load(users=2):
+        status, reply = await harness.put(good)
+        assert status == 200, reply
+        snapshot, wrong = harness.app.gateway.snapshot, []
+        async with harness.load(users=2):
             for name, line, text in files:
-                outcome = await made.app.reloader.put(text.encode(), "admin")
+                outcome = await harness.app.reloader.put(text.encode(), "admin")
                 found = [problem.line for problem in outcome.problems]
                 if outcome.result != "rejected" or line not in found:
                     wrong.append((name, line, outcome.result, found))
                 await asyncio.sleep(0)
         assert wrong == []
-        assert made.app.gateway.snapshot is snapshot
-        assert made.fates["ok"] > 20
-        assert len([line for line in made.said if line.startswith("rejected PUT config:")]) == len(files)
+        assert harness.app.gateway.snapshot is snapshot
+        assert harness.fates["ok"] > 20
+        assert len(
+            [line for line in harness.said if line.startswith("rejected PUT config:")]
+        ) == len(files)

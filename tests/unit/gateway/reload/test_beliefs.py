@@ -1,4 +1,4 @@
-"""Beliefs are kept where somebody reads them, and begin with what is booked when a reload brings the first reader."""
+"""Latency models are updated only if read, and start from the bookings when a reload needs them."""
 
 from __future__ import annotations
 
@@ -14,55 +14,72 @@ CAPPED = "pools:\n  chat:\n"
 
 
 async def test_a_plain_policy_keeps_counters_and_predicts_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        loads = [live.load for live in made.app.gateway.endpoints.all()]
+    async with running(tmp_path) as harness:
+        loads = [live.load for live in harness.app.gateway.endpoints.all()]
         for number in range(4):
-            assert await made.ask(f"{number} words") == "ok"
+            assert await harness.ask(f"{number} words") == "ok"
         assert not any(load.believed or load.in_flight for load in loads)
         assert all(load.timeline.prefill_steps == 0 for load in loads)
-        async with made.http.get(made.app.admin_url + "/metrics") as page:
+        async with harness.http.get(harness.app.admin_url + "/metrics") as page:
             assert "penstock_ttft_prediction_error_ratio_count 0" in await page.text()
 
 
-async def test_after_a_reload_to_priced_beliefs_start_from_the_prior_with_what_is_booked(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        table = made.app.gateway.endpoints
+async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_and_the_bookings(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        table = harness.app.gateway.endpoints
         load = table.all()[0].load
         waits = ledger.book(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
         decodes = ledger.book(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
         decodes.first_token(monotonic())
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
-        assert (await made.put(made.text().replace(PLAIN, PRICED)))[0] == 200
+        assert (await harness.put(harness.text().replace(PLAIN, PRICED)))[0] == 200
         belief, timeline = load.belief, load.timeline
-        assert [belief.prefill.factor, belief.step.factor, *belief.layers.factors] == [1.0, 1.0, 1.0]
+        assert [belief.prefill.factor, belief.step.factor, *belief.layers.factors] == [
+            1.0,
+            1.0,
+            1.0,
+        ]
         assert (list(timeline.queue), timeline.batch) == ([waits], 1)
         assert load.ready_at > monotonic()
         assert waits.predicted_ttft_s is not None
         for number in range(4):
-            assert await made.ask(f"{number} words") == "ok"
+            assert await harness.ask(f"{number} words") == "ok"
         waits.finished(monotonic(), 10)
         decodes.finished(monotonic(), 10)
-        assert (await made.put(made.text()))[0] == 200
+        assert (await harness.put(harness.text()))[0] == 200
         assert not load.believed
-        assert (load.in_flight, load.decoding, load.prefill_tokens, load.decode_tokens) == (0, 0, 0, 0)
+        assert (load.in_flight, load.decoding, load.prefill_tokens, load.decode_tokens) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
-async def test_an_admission_that_reads_beliefs_has_them_kept_for_a_plain_policy(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        text = made.text().replace(CAPPED, CAPPED + "    admission: early_rejection\n")
-        assert (await made.put(text))[0] == 200
-        assert all(live.load.believed for live in made.app.gateway.endpoints.all())
+async def test_an_admission_that_reads_latency_models_has_them_updated_under_a_plain_policy(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        text = harness.text().replace(CAPPED, CAPPED + "    admission: early_rejection\n")
+        assert (await harness.put(text))[0] == 200
+        assert all(live.load.believed for live in harness.app.gateway.endpoints.all())
 
 
-async def test_a_pool_that_others_overflow_into_is_asked_how_soon_it_could_serve(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        url = made.members[1].url
+async def test_a_pool_that_serves_as_a_fallback_has_latency_predictions(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        url = harness.members[1].url
         models = "  - {name: demo-8b, pool: chat, overflow: [{model: small}]}\n  - {name: small, pool: small}\n"
-        text = made.text(0).replace("  - {name: demo-8b, pool: chat}\n", models)
-        text = text.replace("pools:\n", f"pools:\n  small:\n    endpoints: [{{name: s, url: {url}}}]\n")
-        status, told = await made.put(text)
-        assert status == 200, told
+        text = harness.text(0).replace("  - {name: demo-8b, pool: chat}\n", models)
+        text = text.replace(
+            "pools:\n", f"pools:\n  small:\n    endpoints: [{{name: s, url: {url}}}]\n"
+        )
+        status, reply = await harness.put(text)
+        assert status == 200, reply
         pools = {
-            live.endpoint.pool: live.load.believed for live in made.app.gateway.endpoints.all() if not live.leaving
+            live.endpoint.pool: live.load.believed
+            for live in harness.app.gateway.endpoints.all()
+            if not live.leaving
         }
         assert pools == {"chat": False, "small": True}

@@ -1,4 +1,4 @@
-"""The parts of a reload one by one: differences, versions on disk, generations, and when a change goes back."""
+"""The parts of a reload: changes, versions on disk, snapshot collection, auto-rollback."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.app import App, Local, Origin
+from gateway.app import App
 from gateway.config import AutoRollback, Loaded, examine_text, from_engines
-from gateway.config.compare import changes, shown
-from gateway.metrics import Metrics
-from gateway.reload import follow
-from gateway.reload.follow import Follow
-from gateway.reload.generations import Generations
-from gateway.reload.trial import Tally, Trial, tallied, worse
-from gateway.reload.versions import KEEP, Versions, made
+from gateway.config.diff import changes, shown
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.service_class import Levels
+from gateway.reload import file_watcher
+from gateway.reload.auto_rollback import Tally, Trial, tallied, worse
+from gateway.reload.file_watcher import Follow
+from gateway.reload.history import KEEP, Versions, made
+from gateway.reload.snapshot_gc import Generations
+from gateway.restart.start_options import Local, Origin
 from gateway.route import Snapshot
-from gateway.slo import Levels
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
@@ -43,7 +44,9 @@ def loaded(text: str, **env: str) -> Loaded:
     return examine_text(text.encode(), "g.yaml", env)
 
 
-def told(old: str, new: str, env: dict[str, str] | None = None, after: dict[str, str] | None = None) -> list[str]:
+def reply(
+    old: str, new: str, env: dict[str, str] | None = None, after: dict[str, str] | None = None
+) -> list[str]:
     before = loaded(old, **(env or {}))
     return [str(each) for each in changes(before, loaded(new, **(after or env or {})))]
 
@@ -51,7 +54,11 @@ def told(old: str, new: str, env: dict[str, str] | None = None, after: dict[str,
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("policy: prefix_aware", "policy: least_loaded", ["pools.chat.policy: prefix_aware -> least_loaded"]),
+        (
+            "policy: prefix_aware",
+            "policy: least_loaded",
+            ["pools.chat.policy: prefix_aware -> least_loaded"],
+        ),
         ("policy: prefix_aware", "policy: {name: prefix_aware}", []),
         (
             "policy: prefix_aware",
@@ -62,9 +69,16 @@ def told(old: str, new: str, env: dict[str, str] | None = None, after: dict[str,
         (
             '- {name: b, url: "http://h:2"}',
             '- {name: b, url: "http://h:3"}',
-            ["pools.chat.endpoints.b: removed http://h:2", "pools.chat.endpoints.b: added http://h:3"],
+            [
+                "pools.chat.endpoints.b: removed http://h:2",
+                "pools.chat.endpoints.b: added http://h:3",
+            ],
         ),
-        ("{name: m, pool: chat}", "{name: m, pool: chat, aliases: [x, y]}", ["models.m.aliases: [] -> [x, y]"]),
+        (
+            "{name: m, pool: chat}",
+            "{name: m, pool: chat, aliases: [x, y]}",
+            ["models.m.aliases: [] -> [x, y]"],
+        ),
         ("version: 1", "version: 1\ntimeouts: {connect: 1000ms}", []),
         ("version: 1", "version: 1\ntimeouts: {connect: 2s}", ["timeouts.connect: 1s -> 2s"]),
         ("version: 1", "version: 1\nreload: {watch: false}", ["reload.watch: true -> false"]),
@@ -73,23 +87,37 @@ def told(old: str, new: str, env: dict[str, str] | None = None, after: dict[str,
             "version: 1\nreload: {auto_rollback: {window: 5s}}",
             ["reload.auto_rollback: none -> {window: 5s}"],
         ),
-        ("version: 1", "version: 1\ntenants: [{name: t, key: sk-1}]", ["tenants.t: added {name: t, key: **********}"]),
+        (
+            "version: 1",
+            "version: 1\ntenants: [{name: t, key: sk-1}]",
+            ["tenants.t: added {name: t, key: **********}"],
+        ),
     ],
 )
-def test_a_difference_is_told_as_an_operator_would_write_it(old: str, new: str, expected: list[str]) -> None:
-    found = told(BASE, BASE.replace(old, new))
+def test_a_change_is_described_by_path_and_values(old: str, new: str, expected: list[str]) -> None:
+    found = reply(BASE, BASE.replace(old, new))
     assert sorted(found) == sorted(expected)
 
 
-def test_a_secret_that_leads_elsewhere_is_a_change_whose_value_nobody_sees() -> None:
+def test_a_changed_secret_is_a_change_without_visible_values() -> None:
     text = BASE + "tenants: [{name: t, key: '${KEY}'}]\n"
-    assert told(text, text, {"KEY": "sk-old"}, {"KEY": "sk-new"}) == ["tenants.t.key: ${KEY} has another value now"]
+    assert reply(text, text, {"KEY": "sk-old"}, {"KEY": "sk-new"}) == [
+        "tenants.t.key: ${KEY} has another value now"
+    ]
     clear = BASE + "tenants: [{name: t, key: sk-old}]\n"
-    assert told(clear, clear.replace("sk-old", "sk-new")) == ["tenants.t.key: ********** has another value now"]
+    assert reply(clear, clear.replace("sk-old", "sk-new")) == [
+        "tenants.t.key: ********** has another value now"
+    ]
 
 
 def test_what_is_shown_has_every_default_and_no_resolved_reference() -> None:
-    found = shown(loaded(BASE.replace("name: a", "name: '${WHO}'") + "admin: {key: '${KEY}'}\n", WHO="x", KEY="sk-1"))
+    found = shown(
+        loaded(
+            BASE.replace("name: a", "name: '${WHO}'") + "admin: {key: '${KEY}'}\n",
+            WHO="x",
+            KEY="sk-1",
+        )
+    )
     assert found["pools"]["chat"]["endpoints"][0]["name"] == "${WHO}"
     assert found["admin"]["key"] == "${KEY}"
     assert found["timeouts"]["connect"] == 1.0
@@ -100,7 +128,7 @@ def test_engines_of_the_command_line_have_a_text_that_reads_back() -> None:
     assert changes(begun, examine_text(begun.text, "x", {})) == ()
 
 
-def test_versions_on_disk_are_the_last_twenty_readable_by_their_owner_alone(tmp_path: Path) -> None:
+def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     kept = Versions(folder)
     for number in range(1, KEEP + 6):
@@ -117,14 +145,16 @@ def test_versions_on_disk_are_the_last_twenty_readable_by_their_owner_alone(tmp_
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_version_is_ignored(tmp_path: Path) -> None:
     kept = Versions(tmp_path)
     kept.write(made(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
     (tmp_path / "v00000002.json").write_text("{")
     assert [each.number for each in Versions(tmp_path).all()] == [1]
 
 
-async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(tmp_path: Path) -> None:
+async def test_version_numbers_continue_after_a_restart_and_can_be_rolled_back_to(
+    tmp_path: Path,
+) -> None:
     more = f"reload: {{state_dir: {tmp_path}/state}}\n"
     async with running(tmp_path, more=more) as first:
         text = first.text() + more
@@ -133,7 +163,9 @@ async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(t
     async with running(tmp_path, more=more) as second:
         history = (await second.asked("GET", "/config/versions"))[2]
         assert [each["version"] for each in history["versions"]] == [3, 2, 1]
-        status, _, answer = await second.asked("POST", "/config/rollback", params={"to": "2", "force": "1"})
+        status, _, answer = await second.asked(
+            "POST", "/config/rollback", params={"to": "2", "force": "1"}
+        )
         assert (status, answer["version"]) == (200, 4)
         assert second.app.gateway.snapshot.policies["chat"].name == "least_loaded"
         assert port in {live.endpoint.url for live in second.app.gateway.endpoints.all()}
@@ -149,9 +181,16 @@ async def test_versions_go_on_counting_after_a_restart_and_can_be_gone_back_to(t
         [(6, OTHER)],
         [(7, OTHER), (8, BASE)],
     ],
-    ids=["nothing", "older", "older_and_equal", "just_before_and_equal", "another", "newer_that_all_went_back_from"],
+    ids=[
+        "nothing",
+        "older",
+        "older_and_equal",
+        "just_before_and_equal",
+        "another",
+        "newer_that_all_went_back_from",
+    ],
 )
-async def test_a_worker_that_begins_again_has_its_sisters_number_whatever_the_folder_holds(
+async def test_a_restarted_worker_uses_the_version_number_of_the_other_workers(
     tmp_path: Path, kept: list[tuple[int, str]]
 ) -> None:
     state = tmp_path / "state"
@@ -159,13 +198,17 @@ async def test_a_worker_that_begins_again_has_its_sisters_number_whatever_the_fo
     for number, text in kept:
         Versions(state).write(made(number, 1.0, "file", loaded(text + more), ()), in_clear=False)
     running = loaded(BASE + more)
-    workers = [App(running.config, Origin(running, local=local(number, version=6))) for number in range(2)]
+    workers = [
+        App(running.config, Origin(running, local=local(number, version=6))) for number in range(2)
+    ]
     assert [each.reloader.version.number for each in workers] == [6, 6]
     assert [each.reloader.versions.next_number for each in workers] == [7, 7]
-    assert [each.hash for each in Versions(state).all() if each.number == 6] == [workers[1].reloader.version.hash]
+    assert [each.hash for each in Versions(state).all() if each.number == 6] == [
+        workers[1].reloader.version.hash
+    ]
 
 
-async def test_the_first_worker_of_all_goes_on_counting_where_the_folder_ends(tmp_path: Path) -> None:
+async def test_the_first_worker_continues_the_version_numbers_of_the_folder(tmp_path: Path) -> None:
     running = loaded(BASE + f"reload: {{state_dir: {tmp_path}}}\n")
     Versions(tmp_path).write(made(4, 1.0, "file", loaded(OTHER), ()), in_clear=False)
     assert App(running.config, Origin(running, local=local(0, None))).reloader.version.number == 5
@@ -173,7 +216,7 @@ async def test_the_first_worker_of_all_goes_on_counting_where_the_folder_ends(tm
 
 
 def local(number: int, version: int | None) -> Local:
-    """One of several gateways, which is not started."""
+    """Create a worker that is not started."""
     return Local("hub", b"secret" * 6, number, "admin", version, ())
 
 
@@ -182,7 +225,7 @@ def snapshot(generation: int) -> Snapshot:
     return Snapshot(generation, config, {}, {}, {}, Levels(config))
 
 
-def test_what_an_old_snapshot_needs_goes_when_nobody_holds_it_or_an_older_one() -> None:
+def test_what_a_snapshot_needs_is_freed_once_it_and_all_older_ones_are_unused() -> None:
     generations, done = Generations(), []
     first, second = snapshot(1), snapshot(2)
     generations.replaced(first)
@@ -203,76 +246,93 @@ LIMITS = AutoRollback(window="60s", error_ratio=0.05, requests=20)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
-def test_a_change_goes_back_only_if_enough_requests_failed_more_often(a: int, b: int, c: int, d: int) -> None:
+def test_a_change_is_a_regression_only_if_enough_requests_fail_more_often(
+    a: int, b: int, c: int, d: int
+) -> None:
     before, after = Tally(a + b, b), Tally(c + d, d)
     reason = worse(before, after, LIMITS)
     assert (reason is not None) == (c + d >= 20 and after.ratio > before.ratio + 0.05)
 
 
-def test_what_clients_did_wrong_or_were_shed_is_no_failure() -> None:
+def test_client_errors_and_sheds_are_no_failures() -> None:
     metrics = Metrics()
-    for code, reason, count in (("200", "served", 5), ("200", "reset", 2), ("502", "x", 3), ("429", "full", 7)):
+    for code, reason, count in (
+        ("200", "served", 5),
+        ("200", "reset", 2),
+        ("502", "x", 3),
+        ("429", "full", 7),
+    ):
         metrics.requests_total.labels("m", code, reason).inc(count)
     metrics.requests_total.labels("m", "499", "decode").inc(1)
     assert tallied(metrics) == Tally(18, 5)
 
 
-async def look(made: Running, now: float) -> bool:
-    return await made.app._trial.look(now)
+async def look(harness: Running, now: float) -> bool:
+    return await harness.app._trial.look(now)
 
 
-async def test_a_change_after_which_more_requests_fail_takes_itself_back(tmp_path: Path) -> None:
+async def test_a_change_after_which_more_requests_fail_is_rolled_back(tmp_path: Path) -> None:
     more = "reload: {auto_rollback: {window: 60s, error_ratio: 0.1, requests: 10}}\n"
-    async with running(tmp_path, more=more) as made:
-        trial: Trial = made.app._trial
-        good = made.app.metrics.requests_total.labels("m", "200", "served")
-        bad = made.app.metrics.requests_total.labels("m", "502", "upstream_failed")
-        await look(made, 0.0)
+    async with running(tmp_path, more=more) as harness:
+        trial: Trial = harness.app._trial
+        good = harness.app.metrics.requests_total.labels("m", "200", "served")
+        bad = harness.app.metrics.requests_total.labels("m", "502", "upstream_failed")
+        await look(harness, 0.0)
         good.inc(100)
-        changed = (made.text() + more).replace("prefix_aware", "least_loaded")
-        assert (await made.put(changed))[0] == 200
-        begun = trial._swapped
+        changed = (harness.text() + more).replace("prefix_aware", "least_loaded")
+        assert (await harness.put(changed))[0] == 200
+        begun = trial._change
         assert begun is not None
         bad.inc(9)
-        assert not await look(made, begun[0] + 1), "too few to tell"
+        assert not await look(harness, begun.applied_at + 1), "too few to tell"
         bad.inc(9)
-        assert await look(made, begun[0] + 2)
-        version = made.app.reloader.version
+        assert await look(harness, begun.applied_at + 2)
+        version = harness.app.reloader.version
         assert (version.trigger, version.number) == ("auto_rollback", 3)
-        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
-        assert any("v2 made things worse: 100.0% of 18 requests failed since" in line for line in made.said)
+        assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert any(
+            "v2 made things worse: 100.0% of 18 requests failed since" in line
+            for line in harness.said
+        )
         bad.inc(50)
-        assert not await look(made, begun[0] + 3), "what went back is not judged again"
+        assert not await look(harness, begun.applied_at + 3), "what went back is not judged again"
 
 
-async def test_a_change_that_outlives_its_window_stays(tmp_path: Path) -> None:
+async def test_a_change_without_failures_in_its_window_stays(tmp_path: Path) -> None:
     more = "reload: {auto_rollback: {window: 10s, requests: 10}}\n"
-    async with running(tmp_path, more=more) as made:
-        await made.put((made.text() + more).replace("prefix_aware", "least_loaded"))
-        begun = made.app._trial._swapped
+    async with running(tmp_path, more=more) as harness:
+        await harness.put((harness.text() + more).replace("prefix_aware", "least_loaded"))
+        begun = harness.app._trial._change
         assert begun is not None
-        assert not await look(made, begun[0] + 11)
-        made.app.metrics.requests_total.labels("m", "502", "x").inc(100)
-        assert not await look(made, begun[0] + 12)
-        assert made.app.reloader.version.number == 2
+        assert not await look(harness, begun.applied_at + 11)
+        harness.app.metrics.requests_total.labels("m", "502", "x").inc(100)
+        assert not await look(harness, begun.applied_at + 12)
+        assert harness.app.reloader.version.number == 2
 
 
-async def test_a_change_that_cannot_be_taken_back_is_not_counted_as_taken_back(tmp_path: Path) -> None:
+async def test_a_failed_rollback_is_not_counted_as_a_rollback(tmp_path: Path) -> None:
     more = "reload: {auto_rollback: {window: 60s, error_ratio: 0.1, requests: 10}}\n"
-    async with running(tmp_path, more=more) as made:
-        await look(made, 0.0)
-        assert (await made.put((made.text() + more).replace("prefix_aware", "least_loaded")))[0] == 200
-        begun = made.app._trial._swapped
+    async with running(tmp_path, more=more) as harness:
+        await look(harness, 0.0)
+        assert (await harness.put((harness.text() + more).replace("prefix_aware", "least_loaded")))[
+            0
+        ] == 200
+        begun = harness.app._trial._change
         assert begun is not None
-        made.app.reloader.versions._kept[0] = msgspec.structs.replace(made.app.reloader.versions._kept[0], text=None)
-        made.app.metrics.requests_total.labels("m", "502", "upstream_failed").inc(20)
-        assert await look(made, begun[0] + 1)
-        assert any("v2 was not taken back: the text of version 1 was not kept" in line for line in made.said)
-        assert made.app.metrics.config_reload_total.labels("rolled_back").value == 0
+        harness.app.reloader.versions._versions[0] = msgspec.structs.replace(
+            harness.app.reloader.versions._versions[0], text=None
+        )
+        harness.app.metrics.requests_total.labels("m", "502", "upstream_failed").inc(20)
+        assert await look(harness, begun.applied_at + 1)
+        assert any(
+            "v2 was not rolled back: the text of version 1 was not kept" in line
+            for line in harness.said
+        )
+        assert harness.app.metrics.config_reload_total.labels("rolled_back").value == 0
 
 
 class Touched:
-    """Who follows `paths` and counts how often it was told of a change."""
+    """A watched configuration that counts its changes."""
 
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
@@ -283,10 +343,10 @@ class Touched:
         self.told.release()
 
 
-async def test_the_first_look_counts_as_a_change_and_a_path_that_can_be_no_files_is_one_that_is_not_there(
+async def test_the_first_poll_counts_as_a_change_and_an_invalid_path_as_a_missing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    monkeypatch.setattr(file_watcher, "POLL_S", 0.01)
     followed = Touched(tmp_path / "gateway.yaml", Path("no\0name"))
     following = Follow(followed)
     await following.start()

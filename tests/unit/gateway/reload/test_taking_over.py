@@ -1,4 +1,4 @@
-"""A change is taken over whole or not at all, whoever brings it, and nobody who is being served notices."""
+"""A change is applied as a whole or not at all, and running requests are not affected."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from gateway.app import App, Origin
+from gateway.app import App
 from gateway.config import from_engines
-from gateway.config.source import FILE_CAP_BYTES
+from gateway.config.yaml_source import FILE_CAP_BYTES
 from gateway.reload import swap
-from gateway.reload.follow import POLL_S
+from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
+from gateway.restart.start_options import Origin
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
 
@@ -24,92 +25,113 @@ FORCE = ChangeOptions(force=True)
 LEAST = ("policy: prefix_aware", "policy: least_loaded")
 
 
-def learnt(made: Running) -> dict[str, Any]:
-    """Everything live that a reload may not touch."""
-    table = made.app.gateway.endpoints
+def learnt(harness: Running) -> dict[str, Any]:
+    """Return all live state that a reload must not change."""
+    table = harness.app.gateway.endpoints
     index = table.prefixes.index
     return {
-        "lives": [(id(live), id(live.load), id(live.upstream), live.load.slot) for live in table.all()],
+        "lives": [
+            (id(live), id(live.load), id(live.upstream), live.load.slot) for live in table.all()
+        ],
         "health": [live.health for live in table.all()],
-        "loads": [(live.load.in_flight, live.load.prefill_tokens, live.load.decode_tokens) for live in table.all()],
+        "loads": [
+            (live.load.in_flight, live.load.prefill_tokens, live.load.decode_tokens)
+            for live in table.all()
+        ],
         "held": index.stats().held_tokens,
         "blocks": index.stats().blocks,
         "shards": [dict(shard) for shard in index._shards],
-        "rooms": [(id(room), room.in_flight, room.waiting) for room in made.app.gateway.gate.rooms()],
-        "splitting": dict(made.app.gateway.handoffs.splitting),
+        "rooms": [
+            (id(room), room.in_flight, room.waiting) for room in harness.app.gateway.gate.rooms()
+        ],
+        "splitting": dict(harness.app.gateway.handoffs.splitting),
     }
 
 
-async def test_a_saved_file_is_taken_over_within_a_second_and_said_in_one_line(tmp_path: Path) -> None:
-    async with running(tmp_path, poll_s=POLL_S) as made:
-        made.write(made.text().replace(*LEAST))
+async def test_a_saved_file_is_applied_within_a_second_and_reported_in_one_line(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, poll_s=POLL_S) as harness:
+        harness.write(harness.text().replace(*LEAST))
         async with at_most(1.0):
-            await made.hears("reloaded")
-        (line,) = made.said
+            await harness.hears("reloaded")
+        (line,) = harness.said
         assert line.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in ")
         assert line.endswith(" ms, 0 requests affected")
-        assert made.app.gateway.snapshot.policies["chat"].name == "least_loaded"
-        made.write(made.text())
-        await made.hears("v3 (1 change: pools.chat.policy)")
+        assert harness.app.gateway.snapshot.policies["chat"].name == "least_loaded"
+        harness.write(harness.text())
+        await harness.hears("v3 (1 change: pools.chat.policy)")
 
 
-async def test_each_listener_limits_the_memory_of_connections_and_follows_a_reload(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        listening = [each for own in made.app.sockets.values() for each in own]
-        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {256 * 1024}
-        assert (await made.put(made.text() + "limits: {send_buffer: 64KiB}\n"))[0] == 200
-        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {64 * 1024}
-        assert {each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for each in listening} == {16 * 1024}
+async def test_each_listener_limits_the_memory_of_connections_and_follows_a_reload(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        listening = [each for own in harness.app.sockets.values() for each in own]
+        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {
+            256 * 1024
+        }
+        assert (await harness.put(harness.text() + "limits: {send_buffer: 64KiB}\n"))[0] == 200
+        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {
+            64 * 1024
+        }
+        assert {
+            each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for each in listening
+        } == {16 * 1024}
 
 
-async def test_an_edit_between_reading_the_file_and_following_it_is_not_missed(tmp_path: Path) -> None:
-    async with running(tmp_path, late=LEAST) as made:
-        await made.hears("v2 (1 change: pools.chat.policy)")
-        assert made.app.gateway.snapshot.policies["chat"].name == "least_loaded"
+async def test_an_edit_between_loading_and_watching_the_file_is_not_missed(tmp_path: Path) -> None:
+    async with running(tmp_path, late=LEAST) as harness:
+        await harness.hears("v2 (1 change: pools.chat.policy)")
+        assert harness.app.gateway.snapshot.policies["chat"].name == "least_loaded"
 
 
-async def test_what_was_learnt_is_the_same_before_and_after_a_new_policy(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
+async def test_live_state_survives_a_new_policy(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
         for number in range(20):
-            assert await made.ask(f"{number} " + "shared words " * 100) == "ok"
-        before = learnt(made)
+            assert await harness.ask(f"{number} " + "shared words " * 100) == "ok"
+        before = learnt(harness)
         assert before["blocks"] > 20
-        outcome = await made.app.reloader.put(made.text().replace(*LEAST).encode(), "admin")
-        assert (outcome.result, learnt(made)) == ("applied", before)
+        outcome = await harness.app.reloader.put(harness.text().replace(*LEAST).encode(), "admin")
+        assert (outcome.result, learnt(harness)) == ("applied", before)
 
 
-async def test_a_policy_that_stays_as_it_was_stays_the_one_it_was(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        policy = made.app.gateway.snapshot.policies["chat"]
-        assert (await made.put(made.text().replace("stall: 60s", "stall: 50s")))[0] == 200
-        assert made.app.gateway.snapshot.policies["chat"] is policy
+async def test_an_unchanged_policy_stays_the_same_object(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        policy = harness.app.gateway.snapshot.policies["chat"]
+        assert (await harness.put(harness.text().replace("stall: 60s", "stall: 50s")))[0] == 200
+        assert harness.app.gateway.snapshot.policies["chat"] is policy
 
 
-async def test_a_bad_edit_is_refused_with_its_place_and_the_last_good_one_serves_on(tmp_path: Path) -> None:
-    async with running(tmp_path, poll_s=POLL_S) as made:
-        snapshot = made.app.gateway.snapshot
-        made.write(made.text().replace("connect: 10s", "connect: 1secs"))
+async def test_a_bad_edit_is_rejected_with_its_place_and_the_old_configuration_stays(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, poll_s=POLL_S) as harness:
+        snapshot = harness.app.gateway.snapshot
+        harness.write(harness.text().replace("connect: 10s", "connect: 1secs"))
         async with at_most(1.0):
-            await made.hears("rejected")
-        (line,) = made.said
-        assert line.startswith("rejected gateway.yaml:15:21 timeouts.connect: '1secs' is not a duration"), line
+            await harness.hears("rejected")
+        (line,) = harness.said
+        assert line.startswith(
+            "rejected gateway.yaml:15:21 timeouts.connect: '1secs' is not a duration"
+        ), line
         assert line.endswith(". Still serving v1.")
-        assert made.app.gateway.snapshot is snapshot
-        _, _, told = await made.asked("GET", "/config")
-        (problem,) = told["last_error"]["problems"]
-        assert (told["version"], problem["line"], problem["col"]) == (1, 15, 21)
-        page = made.app.metrics.render().decode()
+        assert harness.app.gateway.snapshot is snapshot
+        _, _, reply = await harness.asked("GET", "/config")
+        (problem,) = reply["last_error"]["problems"]
+        assert (reply["version"], problem["line"], problem["col"]) == (1, 15, 21)
+        page = harness.app.metrics.render().decode()
         assert 'penstock_config_reload_total{result="rejected"} 1.0' in page
         assert "penstock_config_last_reload_successful 0.0" in page
-        made.write(made.text())
-        await made.hears("says what is in force already: v1")
-        assert (await made.asked("GET", "/config"))[2]["last_error"] is None
-        assert "penstock_config_last_reload_successful 1.0" in made.app.metrics.render().decode()
+        harness.write(harness.text())
+        await harness.hears("is already in force: v1")
+        assert (await harness.asked("GET", "/config"))[2]["last_error"] is None
+        assert "penstock_config_last_reload_successful 1.0" in harness.app.metrics.render().decode()
 
 
-async def test_a_configmap_swap_of_links_is_followed_and_so_is_a_secret_it_brings(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        text = made.text() + "tenants: [{name: a, key: '${file:team-key}'}]\n"
+async def test_a_configmap_swap_of_links_is_detected_with_its_secret(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        text = harness.text() + "tenants: [{name: a, key: '${file:team-key}'}]\n"
         for name, key in (("one", "sk-one"), ("two", "sk-two")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "gateway.yaml").write_text(text)
@@ -118,121 +140,140 @@ async def test_a_configmap_swap_of_links_is_followed_and_so_is_a_secret_it_bring
         for name in ("gateway.yaml", "team-key"):
             (tmp_path / name).unlink(missing_ok=True)
             (tmp_path / name).symlink_to(f"..data/{name}")
-        await made.hears("v2 (1 change: tenants.a)")
-        made.said.clear()
+        await harness.hears("v2 (1 change: tenants.a)")
+        harness.said.clear()
         (tmp_path / "..data.new").symlink_to("two")
         (tmp_path / "..data.new").replace(tmp_path / "..data")
         async with at_most(1.0):
-            await made.hears("v3 (1 change: tenants.a.key)")
-        made.http.headers["Authorization"] = "Bearer sk-two"
-        assert await made.ask() == "ok"
-        made.http.headers["Authorization"] = "Bearer sk-one"
-        assert (await made.ask()).startswith("401")
+            await harness.hears("v3 (1 change: tenants.a.key)")
+        harness.http.headers["Authorization"] = "Bearer sk-two"
+        assert await harness.ask() == "ok"
+        harness.http.headers["Authorization"] = "Bearer sk-one"
+        assert (await harness.ask()).startswith("401")
 
 
-async def test_a_file_that_is_being_written_is_not_read_before_it_is_whole(tmp_path: Path) -> None:
-    async with running(tmp_path, poll_s=POLL_S) as made:
-        whole = made.text().replace(*LEAST)
-        with made.file.open("w") as file:
+async def test_a_half_written_file_is_not_read(tmp_path: Path) -> None:
+    async with running(tmp_path, poll_s=POLL_S) as harness:
+        whole = harness.text().replace(*LEAST)
+        with harness.file.open("w") as file:
             for start in range(0, len(whole), 60):
                 file.write(whole[start : start + 60])
                 file.flush()
                 os.fsync(file.fileno())
                 await asyncio.sleep(0.06)
-        await made.hears("v2")
-        assert [line for line in made.said if "v2 (1 change: pools.chat.policy)" not in line] == []
+        await harness.hears("v2")
+        assert [
+            line for line in harness.said if "v2 (1 change: pools.chat.policy)" not in line
+        ] == []
 
 
-async def test_a_file_that_vanishes_or_is_cut_short_leaves_the_last_good_one(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        made.file.unlink()
-        await made.hears("rejected gateway.yaml:1:1 cannot be read: No such file or directory. Still serving v1.")
-        made.write(made.text()[:250])
-        await made.hears("rejected gateway.yaml:")
-        assert await made.ask() == "ok"
-        made.write(made.text().replace(*LEAST))
-        await made.hears("reloaded gateway.yaml v2")
+async def test_a_missing_or_truncated_file_leaves_the_old_configuration(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        harness.file.unlink()
+        await harness.hears(
+            "rejected gateway.yaml:1:1 cannot be read: No such file or directory. Still serving v1."
+        )
+        harness.write(harness.text()[:250])
+        await harness.hears("rejected gateway.yaml:")
+        assert await harness.ask() == "ok"
+        harness.write(harness.text().replace(*LEAST))
+        await harness.hears("reloaded gateway.yaml v2")
 
 
-async def test_a_secret_that_was_missing_mends_the_file_when_it_appears(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        made.write(made.text() + "tenants: [{name: a, key: '${file:later}'}]\n")
-        await made.hears("tenants[0].key: later cannot be read")
+async def test_a_file_is_applied_once_its_missing_secret_appears(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        harness.write(harness.text() + "tenants: [{name: a, key: '${file:later}'}]\n")
+        await harness.hears("tenants[0].key: later cannot be read")
         (tmp_path / "later").write_text("sk-later")
-        await made.hears("reloaded gateway.yaml v2")
+        await harness.hears("reloaded gateway.yaml v2")
 
 
-async def test_an_etag_that_is_not_in_force_is_a_conflict_and_changes_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        _, headers, _ = await made.asked("GET", "/config")
+async def test_an_etag_that_is_not_in_force_is_a_conflict_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        _, headers, _ = await harness.asked("GET", "/config")
         mine = {"If-Match": headers["ETag"]}
-        changed = made.text().replace(*LEAST)
-        assert (await made.put(changed, headers=mine))[0] == 200
-        status, told = await made.put(made.text(), headers=mine)
-        assert (status, told["result"], told["version"]) == (412, "conflict", 2)
-        assert made.app.gateway.snapshot.policies["chat"].name == "least_loaded"
-        assert (await made.put(made.text(), headers={"If-Match": "*"}))[0] == 200
+        changed = harness.text().replace(*LEAST)
+        assert (await harness.put(changed, headers=mine))[0] == 200
+        status, reply = await harness.put(harness.text(), headers=mine)
+        assert (status, reply["result"], reply["version"]) == (412, "conflict", 2)
+        assert harness.app.gateway.snapshot.policies["chat"].name == "least_loaded"
+        assert (await harness.put(harness.text(), headers={"If-Match": "*"}))[0] == 200
 
 
-async def test_several_at_once_take_turns_and_the_last_one_stays(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        texts = [made.text().replace("stall: 60s", f"stall: {10 + n}s") for n in range(6)]
-        outcomes = await asyncio.gather(*(made.app.reloader.put(text.encode(), "admin") for text in texts))
+async def test_concurrent_changes_are_applied_in_turn_and_the_last_one_stays(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        texts = [harness.text().replace("stall: 60s", f"stall: {10 + n}s") for n in range(6)]
+        outcomes = await asyncio.gather(
+            *(harness.app.reloader.put(text.encode(), "admin") for text in texts)
+        )
         assert [each.version.number for each in outcomes] == [2, 3, 4, 5, 6, 7]
-        assert made.app.gateway.snapshot.config.timeouts.stall == 15.0
+        assert harness.app.gateway.snapshot.config.timeouts.stall == 15.0
 
 
-async def test_a_dry_run_tells_every_change_and_makes_none(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        snapshot = made.app.gateway.snapshot
-        wanted = made.text(0).replace(*LEAST).replace("port: 0", "port: 1", 1).replace("stall: 60s, ", "")
-        status, told = await made.put(wanted, params={"dry_run": "1"})
-        assert (status, told["result"], told["needs_restart"]) == (200, "dry_run", ["listeners.api.port"])
-        assert [each["text"] for each in told["changes"]] == [
+async def test_a_dry_run_reports_every_change_and_makes_none(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        snapshot = harness.app.gateway.snapshot
+        wanted = (
+            harness.text(0)
+            .replace(*LEAST)
+            .replace("port: 0", "port: 1", 1)
+            .replace("stall: 60s, ", "")
+        )
+        status, reply = await harness.put(wanted, params={"dry_run": "1"})
+        assert (status, reply["result"], reply["needs_restart"]) == (
+            200,
+            "dry_run",
+            ["listeners.api.port"],
+        )
+        assert [each["text"] for each in reply["changes"]] == [
             "listeners.api.port: 0 -> 1",
             "pools.chat.policy: prefix_aware -> least_loaded",
-            f"pools.chat.endpoints.group-1: removed {made.members[1].url}",
+            f"pools.chat.endpoints.group-1: removed {harness.members[1].url}",
         ]
-        assert made.app.gateway.snapshot is snapshot
-        status, told = await made.put("version: 2\n", params={"dry_run": "1"})
-        assert (status, told["problems"][0]["line"]) == (400, 1)
-        assert (await made.asked("GET", "/config"))[2]["last_error"] is None
+        assert harness.app.gateway.snapshot is snapshot
+        status, reply = await harness.put("version: 2\n", params={"dry_run": "1"})
+        assert (status, reply["problems"][0]["line"]) == (400, 1)
+        assert (await harness.asked("GET", "/config"))[2]["last_error"] is None
 
 
 async def test_a_rollback_is_a_new_version_with_an_old_text(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        await made.put(made.text().replace(*LEAST))
-        status, _, told = await made.asked("POST", "/config/rollback", params={"to": "1"})
-        assert (status, told["version"], told["changes"][0]["text"]) == (
+    async with running(tmp_path) as harness:
+        await harness.put(harness.text().replace(*LEAST))
+        status, _, reply = await harness.asked("POST", "/config/rollback", params={"to": "1"})
+        assert (status, reply["version"], reply["changes"][0]["text"]) == (
             200,
             3,
             "pools.chat.policy: least_loaded -> prefix_aware",
         )
-        status, _, told = await made.asked("GET", "/config/versions")
-        assert [(each["version"], each["source"]) for each in told["versions"]] == [
+        status, _, reply = await harness.asked("GET", "/config/versions")
+        assert [(each["version"], each["source"]) for each in reply["versions"]] == [
             (3, "rollback"),
             (2, "admin"),
             (1, "start"),
         ]
-        assert (await made.asked("POST", "/config/rollback", params={"to": "9"}))[0] == 409
-        assert (await made.asked("POST", "/config/rollback", params={"to": "x"}))[0] == 400
+        assert (await harness.asked("POST", "/config/rollback", params={"to": "9"}))[0] == 409
+        assert (await harness.asked("POST", "/config/rollback", params={"to": "x"}))[0] == 400
 
 
-async def test_another_port_is_taken_over_and_said_to_need_a_restart(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        made.write(made.text().replace("api: {port: 0}", "api: {port: 18080}"))
-        await made.hears("0 requests affected; needs a restart: listeners.api.port")
-        assert (await made.asked("GET", "/config"))[2]["needs_restart"] == ["listeners.api.port"]
-        assert await made.ask() == "ok"
-        made.write(made.text())
-        await made.hears("v3")
-        assert (await made.asked("GET", "/config"))[2]["needs_restart"] == []
+async def test_a_changed_port_is_accepted_and_reported_to_need_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        harness.write(harness.text().replace("api: {port: 0}", "api: {port: 18080}"))
+        await harness.hears("0 requests affected; needs a restart: listeners.api.port")
+        assert (await harness.asked("GET", "/config"))[2]["needs_restart"] == ["listeners.api.port"]
+        assert await harness.ask() == "ok"
+        harness.write(harness.text())
+        await harness.hears("v3")
+        assert (await harness.asked("GET", "/config"))[2]["needs_restart"] == []
 
 
 CANARY = "canary-7d1f"
 
 
-async def test_no_secret_is_told_by_any_page_line_version_or_difference(
+async def test_no_secret_is_in_any_page_message_version_or_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "key").write_text(f"file-{CANARY}-1")
@@ -240,53 +281,68 @@ async def test_no_secret_is_told_by_any_page_line_version_or_difference(
         f"tenants:\n  - {{name: plain, key: plain-{CANARY}-1}}\n  - {{name: ref, key: '${{file:key}}'}}\n"
         f"  - {{name: default, key: '${{NONE:-default-{CANARY}}}'}}\nreload: {{state_dir: {tmp_path}/state}}\n"
     )
-    async with running(tmp_path, more=more) as made:
+    async with running(tmp_path, more=more) as harness:
         seen = []
         (tmp_path / "key").write_text(f"file-{CANARY}-2")
-        await made.hears("tenants.ref.key")
-        changed = (made.text() + more).replace(f"plain-{CANARY}-1", f"plain-{CANARY}-2")
-        seen.append(dumped(await made.put(changed, params={"dry_run": "1"})))
-        seen.append(dumped(await made.put(changed)))
-        engine = made.text(0).replace("name: group-0", "name: group-0, api_key: '${file:key}'") + more
-        seen.append(dumped(await made.put(engine)))
-        for place in ("labels: {x: '${file:key}'}", "role: '${file:key}'", "max_concurrency: '${file:key}'"):
-            status, told = await made.put(engine.replace("api_key: '${file:key}'", place))
-            assert status == 400, told
-            seen.append(dumped([status, told]))
-        seen.append(dumped(await made.put(engine.replace("key: plain-", "key: [plain-"))))
-        seen += [dumped(await made.asked("GET", path)) for path in ("/config", "/config/versions", "/endpoints")]
-        async with made.http.get(made.app.admin_url + "/metrics") as page:
+        await harness.hears("tenants.ref.key")
+        changed = (harness.text() + more).replace(f"plain-{CANARY}-1", f"plain-{CANARY}-2")
+        seen.append(dumped(await harness.put(changed, params={"dry_run": "1"})))
+        seen.append(dumped(await harness.put(changed)))
+        engine = (
+            harness.text(0).replace("name: group-0", "name: group-0, api_key: '${file:key}'") + more
+        )
+        harness.write(engine)  # a reference at a new place is refused over HTTP
+        await harness.hears("api_key")
+        seen.append(dumped(await harness.put(engine)))
+        for place in (
+            "labels: {x: '${file:key}'}",
+            "role: '${file:key}'",
+            "max_concurrency: '${file:key}'",
+        ):
+            status, reply = await harness.put(engine.replace("api_key: '${file:key}'", place))
+            assert status == 400, reply
+            seen.append(dumped([status, reply]))
+        seen.append(dumped(await harness.put(engine.replace("key: plain-", "key: [plain-"))))
+        seen += [
+            dumped(await harness.asked("GET", path))
+            for path in ("/config", "/config/versions", "/endpoints")
+        ]
+        async with harness.http.get(harness.app.admin_url + "/metrics") as page:
             seen.append(await page.text())
         seen += [path.read_text() for path in (tmp_path / "state").iterdir()]
-        told = "\n".join([*seen, *made.said, caplog.text])
-        assert "tenants.plain.key" in told
-        assert "added ${file:key}" in told or "none -> ${file:key}" in told
-        assert CANARY not in told
+        reply = "\n".join([*seen, *harness.said, caplog.text])
+        assert "tenants.plain.key" in reply
+        assert "added ${file:key}" in reply or "none -> ${file:key}" in reply
+        assert CANARY not in reply
 
 
-async def test_a_look_at_the_files_brings_nothing_back_that_was_replaced_meanwhile(tmp_path: Path) -> None:
-    async with running(tmp_path, poll_s=3600.0) as made:
-        await made.put(made.text(0))
-        looking = asyncio.create_task(made.app.reloader.changed())
-        await asyncio.sleep(0)  # it reads the file, and what comes next waits behind it
-        assert (await made.app.reloader.put(made.text(1).encode(), "admin")).result == "applied"
+async def test_a_poll_of_the_files_does_not_restore_a_replaced_text(tmp_path: Path) -> None:
+    async with running(tmp_path, poll_s=3600.0) as harness:
+        await harness.put(harness.text(0))
+        looking = asyncio.create_task(harness.app.reloader.changed())
+        await asyncio.sleep(0)  # the reload reads the file, and later ones wait for it
+        assert (
+            await harness.app.reloader.put(harness.text(1).encode(), "admin")
+        ).result == "applied"
         await looking
-        assert made.app.reloader.running.text == made.text(1).encode()
+        assert harness.app.reloader.running.text == harness.text(1).encode()
 
 
-async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_than_50_ms(tmp_path: Path) -> None:
+async def test_reloads_under_load_fail_no_request_and_block_the_loop_for_less_than_50_ms(
+    tmp_path: Path,
+) -> None:
     reloads = int(os.environ.get("PENSTOCK_RELOADS", "60"))
-    async with running(tmp_path, groups=4, speed=200) as made:
+    async with running(tmp_path, groups=4, speed=200) as harness:
         texts = [
-            made.text(),
-            made.text().replace(*LEAST),
-            made.text(0, 1, 2),
-            made.text(1, 2, 3).replace("waiting_room: {size: 512", "waiting_room: {size: 500"),
-            made.text(0, 3).replace("stall: 60s", "stall: 55s"),
+            harness.text(),
+            harness.text().replace(*LEAST),
+            harness.text(0, 1, 2),
+            harness.text(1, 2, 3).replace("waiting_room: {size: 512", "waiting_room: {size: 500"),
+            harness.text(0, 3).replace("stall: 60s", "stall: 55s"),
         ]
         took: list[float] = []
         worked: list[float] = []
-        carry_out = made.app.swap.carry_out
+        carry_out = harness.app.swap.carry_out
 
         def timed(plan: Any) -> int:
             stood, busy = Stopwatch(), thread_time()
@@ -295,27 +351,33 @@ async def test_reloads_under_load_fail_nobody_and_stop_the_loop_for_no_longer_th
             worked.append(thread_time() - busy)
             return affected
 
-        made.app.swap.carry_out = timed  # type: ignore[method-assign]
+        harness.app.swap.carry_out = timed  # type: ignore[method-assign]
         results = set()
-        async with made.load(users=8):
+        async with harness.load(users=8):
             for number in range(1, reloads + 1):
-                results.add((await made.app.reloader.put(texts[number % len(texts)].encode(), "admin")).result)
+                results.add(
+                    (
+                        await harness.app.reloader.put(texts[number % len(texts)].encode(), "admin")
+                    ).result
+                )
         assert results == {"applied"}
-        print(f"{reloads} reloads, {made.fates}, mean swap {sum(took) / reloads * 1e3:.2f} ms")
+        print(f"{reloads} reloads, {harness.fates}, mean swap {sum(took) / reloads * 1e3:.2f} ms")
         print(f"longest {max(took) * 1e3:.2f} ms, of its own work {max(worked) * 1e3:.2f} ms")
-        assert made.fates["ok"] > reloads
+        assert harness.fates["ok"] > reloads
         assert sorted(took)[int(0.98 * reloads)] < 0.05 * pace()
         assert max(worked) < 0.05 * pace(), "however busy the machine is with others"
         async with asyncio.timeout(PATIENCE_S):
-            while made.app.swap.retiring:
+            while harness.app.swap.retiring:
                 await asyncio.sleep(0.05)
-        table = made.app.gateway.endpoints
-        assert len(list(table.all())) == len(made.app.gateway.snapshot.config.pools["chat"].endpoints)
+        table = harness.app.gateway.endpoints
+        assert len(list(table.all())) == len(
+            harness.app.gateway.snapshot.config.pools["chat"].endpoints
+        )
         assert all(live.load.in_flight == 0 for live in table.all())
         assert len(table.prefixes.index.stats().held_tokens) <= 24, "slots are used again"
 
 
-async def test_engines_of_the_command_line_have_no_file_and_can_be_changed_and_gone_back_to(tmp_path: Path) -> None:
+async def test_a_gateway_without_a_file_can_be_changed_and_rolled_back(tmp_path: Path) -> None:
     said: list[str] = []
     begun = from_engines(["http://127.0.0.1:9"], "least_loaded", "127.0.0.1", 0, 0)
     app = App(begun.config, Origin(begun, None, {}, lambda line, bad: said.append(line)))
@@ -324,22 +386,31 @@ async def test_engines_of_the_command_line_have_no_file_and_can_be_changed_and_g
     outcome = await app.reloader.put(text.encode(), "admin", options=FORCE)
     assert (outcome.result, [change.path for change in outcome.changes]) == (
         "applied",
-        ["pools.engines.policy", "pools.engines.endpoints.127.0.0.1:9", "pools.engines.endpoints.h:9"],
+        [
+            "pools.engines.policy",
+            "pools.engines.endpoints.127.0.0.1:9",
+            "pools.engines.endpoints.h:9",
+        ],
     )
     assert (await app.reloader.rollback(1, options=FORCE)).result == "applied"
     assert app.gateway.snapshot.policies["engines"].name == "least_loaded"
-    assert [line.split(" (")[0] for line in said] == ["reloaded PUT config v2", "reloaded command line v3"]
+    assert [line.split(" (")[0] for line in said] == [
+        "reloaded PUT config v2",
+        "reloaded command line v3",
+    ]
 
 
-async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        without = made.text().replace("models:\n  - {name: demo-8b, pool: chat}\n", "")
-        assert (await made.put(without))[0] == 200
-        assert await made.ask() == "ok"
-        status, told = await made.put(without.replace("  chat:\n", "  talk:\n"))
-        assert (status, told["result"]) == (200, "applied")
+async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        without = harness.text().replace("models:\n  - {name: demo-8b, pool: chat}\n", "")
+        assert (await harness.put(without))[0] == 200
+        assert await harness.ask() == "ok"
+        status, reply = await harness.put(without.replace("  chat:\n", "  talk:\n"))
+        assert (status, reply["result"]) == (200, "applied")
         async with asyncio.timeout(PATIENCE_S):
-            while (route := made.app.gateway.snapshot.routes.get("demo-8b")) is None:
+            while (route := harness.app.gateway.snapshot.routes.get("demo-8b")) is None:
                 await asyncio.sleep(0.01)
         assert route.pool == "talk"
 
@@ -347,64 +418,78 @@ async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(tm
 @pytest.mark.parametrize(
     ("headers", "body", "status", "message"),
     [
-        ({"Content-Encoding": "gzip"}, b"version: 1", 400, "the text did not come whole, or is not encoded"),
+        (
+            {"Content-Encoding": "gzip"},
+            b"version: 1",
+            400,
+            "the text is incomplete, or not encoded",
+        ),
         ({}, b"#" * (FILE_CAP_BYTES + 2), 413, "the text is larger than 1 MiB"),
     ],
 )
-async def test_a_text_that_cannot_be_read_is_refused_in_the_shape_of_all_outcomes(
+async def test_an_unreadable_text_is_rejected_in_the_shape_of_all_outcomes(
     tmp_path: Path, headers: dict[str, str], body: bytes, status: int, message: str
 ) -> None:
-    async with running(tmp_path) as made:
-        found, _, told = await made.asked("PUT", "/config", data=body, headers=headers)
-        assert (found, told["result"], told["problems"], told["changes"]) == (status, "rejected", [], [])
-        assert message in told["message"]
+    async with running(tmp_path) as harness:
+        found, _, reply = await harness.asked("PUT", "/config", data=body, headers=headers)
+        assert (found, reply["result"], reply["problems"], reply["changes"]) == (
+            status,
+            "rejected",
+            [],
+            [],
+        )
+        assert message in reply["message"]
 
 
-async def test_a_policy_that_fails_at_its_trial_pick_is_refused_where_it_stands(
+async def test_a_policy_that_fails_its_trial_pick_is_rejected_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    async with running(tmp_path) as made:
-        before = made.app.gateway.snapshot
+    async with running(tmp_path) as harness:
+        before = harness.app.gateway.snapshot
         monkeypatch.setattr(swap.run, "pick", broken)
-        status, told = await made.put(made.text().replace(*LEAST))
+        status, reply = await harness.put(harness.text().replace(*LEAST))
         monkeypatch.undo()
-        assert (status, told["problems"][0]["line"], told["problems"][0]["col"]) == (400, 10, 13)
-        assert "least_loaded failed at a trial pick: ZeroDivisionError()" in told["message"]
-        assert made.app.gateway.snapshot is before
-        assert await made.ask() == "ok"
+        assert (status, reply["problems"][0]["line"], reply["problems"][0]["col"]) == (400, 10, 13)
+        assert "least_loaded failed at a trial pick: ZeroDivisionError()" in reply["message"]
+        assert harness.app.gateway.snapshot is before
+        assert await harness.ask() == "ok"
 
 
-async def test_a_secret_that_moves_after_a_rollback_does_not_bring_the_files_text_back(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
+async def test_a_changed_secret_after_a_rollback_does_not_restore_the_files_text(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
         secret = tmp_path / "team-key"
         secret.write_text("sk-one\n")
-        text = made.text() + "tenants: [{name: a, key: '${file:team-key}'}]\n"
-        made.write(text)
-        await made.hears("v2 (1 change: tenants.a)")
-        made.write(text.replace(*LEAST))
-        await made.hears("v3 (1 change")
-        assert (await made.asked("POST", "/config/rollback"))[0] == 200
-        made.said.clear()
+        text = harness.text() + "tenants: [{name: a, key: '${file:team-key}'}]\n"
+        harness.write(text)
+        await harness.hears("v2 (1 change: tenants.a)")
+        harness.write(text.replace(*LEAST))
+        await harness.hears("v3 (1 change")
+        assert (await harness.asked("POST", "/config/rollback"))[0] == 200
+        harness.said.clear()
         secret.write_text("sk-two\n")
-        await made.hears("v5 (1 change: tenants.a.key)")
-        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
-        assert (await made.put("version: 2"))[0] == 400
-        made.write(text.replace(*LEAST))
-        touched = await made.app.reloader.changed()
+        await harness.hears("v5 (1 change: tenants.a.key)")
+        assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert (await harness.put("version: 2"))[0] == 400
+        harness.write(text.replace(*LEAST))
+        touched = await harness.app.reloader.changed()
         assert touched is None or touched.result == "unchanged"
-        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
-        made.write(text.replace(*LEAST) + "# edited\n")
-        await made.hears("v6 (1 change: pools.chat.policy)")
+        assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        harness.write(text.replace(*LEAST) + "# edited\n")
+        await harness.hears("v6 (1 change: pools.chat.policy)")
 
 
-async def test_a_file_that_was_rejected_stays_so_while_another_text_is_in_force(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        assert (await made.put(made.text().replace(*LEAST)))[0] == 200
-        made.write("version: 2\n")
-        await made.hears("rejected gateway.yaml")
+async def test_a_rejected_file_stays_rejected_while_another_text_is_in_force(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        assert (await harness.put(harness.text().replace(*LEAST)))[0] == 200
+        harness.write("version: 2\n")
+        await harness.hears("rejected gateway.yaml")
         for _ in range(2):
-            await made.app.reloader.changed()
-            assert made.app.reloader.last_error is not None
+            await harness.app.reloader.changed()
+            assert harness.app.reloader.last_error is not None

@@ -1,4 +1,4 @@
-"""A change that would leave a pool without an endpoint that can be reached, and files that differ from what runs."""
+"""Changes that make a pool unreachable, and files that differ from the running configuration."""
 
 from __future__ import annotations
 
@@ -13,100 +13,111 @@ from tests.unit.gateway.reload.running import Running, running
 
 
 def closed_url() -> str:
-    """Where no process listens."""
+    """Return an address on which no process listens."""
     return f"http://127.0.0.1:{free_port()}"
 
 
-def with_urls(made: Running, *urls: str) -> str:
-    text = made.text(0)
-    line = f"      - {{name: group-0, url: {made.members[0].url}}}"
+def with_urls(harness: Running, *urls: str) -> str:
+    text = harness.text(0)
+    line = f"      - {{name: group-0, url: {harness.members[0].url}}}"
     assert line in text
     return text.replace(line, "\n".join(f"      - {{url: {url}}}" for url in urls))
 
 
-async def test_a_change_to_endpoints_that_all_refuse_connections_is_refused_with_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        before = made.app.gateway.snapshot
-        status, answer = await made.put(with_urls(made, closed_url(), closed_url()))
+async def test_a_change_to_endpoints_that_all_refuse_connections_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        before = harness.app.gateway.snapshot
+        status, answer = await harness.put(with_urls(harness, closed_url(), closed_url()))
         assert (status, answer["result"]) == (400, "rejected")
         (problem,) = answer["problems"]
-        assert (problem["path"], problem["line"]) == ("pools.chat", 10)  # the first line of the pool
+        assert (problem["path"], problem["line"]) == (
+            "pools.chat",
+            10,
+        )  # the first line of the pool
         assert "none of its endpoints accepts a connection" in problem["message"]
-        assert made.app.gateway.snapshot is before
-        assert await made.ask() == "ok"
+        assert harness.app.gateway.snapshot is before
+        assert await harness.ask() == "ok"
 
 
 async def test_one_reachable_endpoint_is_enough(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        text = with_urls(made, closed_url(), made.members[1].url, closed_url())
-        assert (await made.put(text))[0] == 200
+    async with running(tmp_path) as harness:
+        text = with_urls(harness, closed_url(), harness.members[1].url, closed_url())
+        assert (await harness.put(text))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/config", "/config/reload"])
-async def test_force_takes_unreachable_endpoints_over(tmp_path: Path, path: str) -> None:
-    async with running(tmp_path, poll_s=60) as made:
-        text = with_urls(made, closed_url())
-        made.write(text)
+async def test_force_applies_unreachable_endpoints(tmp_path: Path, path: str) -> None:
+    async with running(tmp_path, poll_s=60) as harness:
+        text = with_urls(harness, closed_url())
+        harness.write(text)
         method = "PUT" if path == "/config" else "POST"
         body = text.encode() if method == "PUT" else None
-        status, _, answer = await made.asked(method, path, params={"force": "1"}, data=body)
+        status, _, answer = await harness.asked(method, path, params={"force": "1"}, data=body)
         assert (status, answer["result"]) == (200, "applied")
 
 
-async def test_another_policy_for_endpoints_that_are_all_down_is_not_refused(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        down = with_urls(made, closed_url())
-        assert (await made.put(down, params={"force": "1"}))[0] == 200
-        assert (await made.put(down.replace("prefix_aware", "least_loaded")))[0] == 200
+async def test_another_policy_for_endpoints_that_are_all_down_is_not_refused(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        down = with_urls(harness, closed_url())
+        assert (await harness.put(down, params={"force": "1"}))[0] == 200
+        assert (await harness.put(down.replace("prefix_aware", "least_loaded")))[0] == 200
 
 
 async def test_a_dry_run_shows_the_changes_of_unreachable_endpoints(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        status, answer = await made.put(with_urls(made, closed_url()), params={"dry_run": "1"})
+    async with running(tmp_path) as harness:
+        status, answer = await harness.put(
+            with_urls(harness, closed_url()), params={"dry_run": "1"}
+        )
         assert (status, answer["result"]) == (200, "dry_run")
 
 
-async def test_the_state_says_when_the_file_differs_from_what_is_running(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
+async def test_the_state_shows_that_the_file_differs_from_the_running_configuration(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
 
         async def differs() -> bool:
-            return bool((await made.asked("GET", "/config"))[2]["file_differs"])
+            return bool((await harness.asked("GET", "/config"))[2]["file_differs"])
 
         assert not await differs()
-        made.write(made.text().replace("prefix_aware", "least_loaded"))
-        await made.hears("reloaded")
+        harness.write(harness.text().replace("prefix_aware", "least_loaded"))
+        await harness.hears("reloaded")
         assert not await differs()
-        assert (await made.asked("POST", "/config/rollback"))[0] == 200
+        assert (await harness.asked("POST", "/config/rollback"))[0] == 200
         assert await differs()
 
 
 @pytest.mark.parametrize("detour", [False, True])
 async def test_a_rollback_survives_a_touch_of_the_file(tmp_path: Path, detour: bool) -> None:
-    async with running(tmp_path) as made:
-        edited = made.text().replace("prefix_aware", "least_loaded")
-        made.write(edited)
-        await made.hears("reloaded")
+    async with running(tmp_path) as harness:
+        edited = harness.text().replace("prefix_aware", "least_loaded")
+        harness.write(edited)
+        await harness.hears("reloaded")
         if detour:
-            made.write(edited + "pools: {}\n")
-            await made.hears("rejected")
-            made.write(edited)
+            harness.write(edited + "pools: {}\n")
+            await harness.hears("rejected")
+            harness.write(edited)
             await asyncio.sleep(0.2)
-        assert (await made.asked("POST", "/config/rollback"))[0] == 200
+        assert (await harness.asked("POST", "/config/rollback"))[0] == 200
         for _ in range(3):
-            os.utime(made.file)
+            os.utime(harness.file)
             await asyncio.sleep(0.15)
-        made.write(edited)
+        harness.write(edited)
         await asyncio.sleep(0.15)
-        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
 
 
-async def test_a_rollback_to_before_a_sent_configuration_survives_a_touch_of_the_file(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        edited = made.text().replace("prefix_aware", "least_loaded")
-        made.write(edited)
-        await made.hears("reloaded")
-        assert (await made.put(made.text().replace("prefix_aware", "round_robin")))[0] == 200
-        assert (await made.asked("POST", "/config/rollback", params={"to": "1"}))[0] == 200
-        os.utime(made.file)
+async def test_a_rollback_to_before_a_put_survives_a_touch_of_the_file(tmp_path: Path) -> None:
+    async with running(tmp_path) as harness:
+        edited = harness.text().replace("prefix_aware", "least_loaded")
+        harness.write(edited)
+        await harness.hears("reloaded")
+        assert (await harness.put(harness.text().replace("prefix_aware", "round_robin")))[0] == 200
+        assert (await harness.asked("POST", "/config/rollback", params={"to": "1"}))[0] == 200
+        os.utime(harness.file)
         await asyncio.sleep(0.3)
-        assert made.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
+        assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"

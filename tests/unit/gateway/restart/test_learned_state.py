@@ -10,12 +10,12 @@ import pytest
 from gateway.restart import channel
 from gateway.restart.channel import LENGTH, BoundTo, Offer, pack
 from policies import saved_state
-from policies.dual import Priced, PricedAdmission
-from policies.fingerprint import Fingerprint, Fingerprinter
-from policies.latency import FILLS, Belief, shape_for
-from policies.lengths import OutputLengths
-from policies.prefix_index import PrefixIndex
-from policies.quota import Limits, Quota
+from policies.admission.priced import Priced, PricedAdmission
+from policies.admission.quota import Limits, Quota
+from policies.engine.output_length import OutputLengths
+from policies.engine.step_time import FILLS, Belief, shape_for
+from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.prefix_index import PrefixIndex
 from policies.saved_state import AdmissionState, BeliefState, Blocks, SessionState
 
 CAP_BYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""A canary serves its part, a session stays on its side, and both sides are counted."""
+"""A canary serves its share, sessions stay in their arm, and both arms are counted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canary import Chosen, Sides, chosen
-from gateway.config.choices import Canary
+from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
-from gateway.metrics import Metrics
-from gateway.openai import Api
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Api
+from gateway.trials.canary import Chosen, Sides, chosen
 from policies.model import Request
 from tests.unit.gateway.reload.running import running
 
@@ -28,43 +28,53 @@ def request(number: int, session: str = "", tenant: str = "") -> Request:
 
 
 @given(st.text(min_size=1, max_size=20), st.floats(0.1, 99.9))
-def test_all_requests_of_a_session_are_on_one_side(session: str, percent: float) -> None:
+def test_all_requests_of_a_session_are_in_one_arm(session: str, percent: float) -> None:
     part = canary(percent=percent)
     assert len({part.takes(request(number, session)) for number in range(5)}) == 1
 
 
 @pytest.mark.parametrize("percent", [1, 5, 50, 95])
-def test_so_many_sessions_in_a_hundred_are_chosen(percent: float) -> None:
+def test_the_configured_percentage_of_sessions_is_selected(percent: float) -> None:
     part = canary(percent=percent)
     share = sum(part.takes(request(0, f"session {number}")) for number in range(20_000)) / 20_000
     assert share == pytest.approx(percent / 100, abs=0.012)
 
 
-def test_without_sessions_every_request_is_one() -> None:
+def test_a_request_without_a_session_is_sampled_by_its_id() -> None:
     part = canary(percent=20)
-    assert sum(part.takes(request(number)) for number in range(10_000)) == pytest.approx(2000, abs=150)
+    assert sum(part.takes(request(number)) for number in range(10_000)) == pytest.approx(
+        2000, abs=150
+    )
 
 
-def test_more_percent_keep_the_sessions_that_were_chosen_before() -> None:
+def test_a_larger_percentage_keeps_the_selected_sessions() -> None:
     few, more = canary(percent=5), canary(percent=25)
     sessions = [request(0, f"session {number}") for number in range(5000)]
     assert all(more.takes(each) for each in sessions if few.takes(each))
 
 
-def test_a_session_that_is_no_utf_8_has_a_side_too() -> None:
+def test_a_session_id_that_is_not_utf_8_is_sampled_too() -> None:
     part = canary(percent=50)
     sessions = [bytes([255, number]).decode("utf-8", "surrogateescape") for number in range(200)]
     assert {part.takes(request(0, each)) for each in [*sessions, "\ud800"]} == {True, False}
 
 
-def test_named_tenants_are_on_its_side_and_nobody_else() -> None:
+def test_exactly_the_named_tenants_are_selected() -> None:
     part = canary(tenants=["a", "b"])
-    assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [True, True, False, False]
+    assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
-def test_a_request_that_outlives_its_canary_counts_neither_for_the_next_one_nor_for_none() -> None:
+def test_a_request_that_outlives_its_canary_is_not_counted() -> None:
     metrics = Metrics()
-    old, new = (Sides("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it") for _ in range(2))
+    old, new = (
+        Sides("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it")
+        for _ in range(2)
+    )
     x = Exchange("req_1", Api.CHAT, "127.0.0.1", 0.0)
     x.kept, x.ttft_s = "met", 0.1
     old.follow(metrics)
@@ -74,18 +84,24 @@ def test_a_request_that_outlives_its_canary_counts_neither_for_the_next_one_nor_
     old.canary.count(x)
     assert not list(metrics.trials.requests.children())
     new.canary.count(x)
-    assert [values for values, _ in metrics.trials.requests.children()] == [("chat", "canary", "met")]
+    assert [values for values, _ in metrics.trials.requests.children()] == [
+        ("chat", "canary", "met")
+    ]
 
 
-async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(tmp_path: Path) -> None:
+async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path) as made:
-        canaried = made.text().replace(PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n")
+        canaried = made.text().replace(
+            PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n"
+        )
         assert (await made.put(canaried))[0] == 200
         before = made.app.gateway.snapshot.tried["chat"]
         for number in range(24):
             assert await made.ask(f"prompt {number}") == "ok"
-        _, _, told = await made.asked("GET", "/canary")
-        [pool] = told["canaries"]
+        _, _, results = await made.asked("GET", "/canary")
+        [pool] = results["canaries"]
         assert (pool["pool"], pool["share"]) == ("chat", "50 %")
         primary, other = pool["sides"]
         assert [(each["side"], each["policy"]) for each in pool["sides"]] == [
@@ -106,7 +122,7 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
         assert not list(made.app.metrics.trials.requests.children())
 
 
-async def test_what_a_canary_cannot_be_is_said_with_its_place(tmp_path: Path) -> None:
+async def test_an_invalid_canary_is_rejected_with_its_place(tmp_path: Path) -> None:
     async with running(tmp_path) as made:
         for part, words in (
             ("{policy: round_robin}", "needs either percent or tenants"),
@@ -115,9 +131,15 @@ async def test_what_a_canary_cannot_be_is_said_with_its_place(tmp_path: Path) ->
             ("{policy: rund_robin, percent: 5}", 'did you mean "round_robin"?'),
             ("{policy: round_robin, tenants: [nobody]}", "there is no tenant 'nobody'"),
         ):
-            status, told = await made.put(made.text().replace(PLAIN, PLAIN + f"    canary: {part}\n"))
+            status, results = await made.put(
+                made.text().replace(PLAIN, PLAIN + f"    canary: {part}\n")
+            )
             assert status == 400, part
-            assert any(words in each["text"] and "canary" in each["path"] for each in told["problems"]), told
-        status, told = await made.put(made.text().replace(PLAIN, PLAIN + "    shadow: [round_robin, priecd]\n"))
+            assert any(
+                words in each["text"] and "canary" in each["path"] for each in results["problems"]
+            ), results
+        status, results = await made.put(
+            made.text().replace(PLAIN, PLAIN + "    shadow: [round_robin, priecd]\n")
+        )
         assert status == 400
-        assert told["problems"][0]["path"] == "pools.chat.shadow[1]"
+        assert results["problems"][0]["path"] == "pools.chat.shadow[1]"

@@ -1,4 +1,4 @@
-"""Shadow policies: asked what was asked, as it was asked, later, for little, and heard by nobody but the figures."""
+"""Shadow policies see the query as it was, later and cheaply, and affect only the metrics."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import shadow
-from gateway.endpoints import EndpointTable
 from gateway.exchange import Exchange
-from gateway.metrics import Metrics
-from gateway.openai import Api, Call
-from gateway.shadow import MIN_COMPARED, Named, Shadows, judged, named
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Api, Call
+from gateway.trials import shadow
+from gateway.trials.shadow import MIN_COMPARED, Named, Shadows, judged, named
 from policies import ledger, registry, run
 from policies.contract import Policy, Weighted
 from policies.filters import available
-from policies.fingerprint import Fingerprinter
-from policies.model import Ask, Candidate, Endpoint, EndpointLoad, Pick, Request
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Pick, Request
 from policies.pickers import best
+from policies.prefix.fingerprint import Fingerprinter
 from tests.replaced import stand_in
 from tests.unit.gateway.reload.running import running
 
 PLAIN = "    policy: prefix_aware\n"
-SHADOWED = PLAIN + "    shadow: [round_robin, {name: least_loaded, parameters: {output_weight: 2.0}}]\n"
+SHADOWED = (
+    PLAIN + "    shadow: [round_robin, {name: least_loaded, parameters: {output_weight: 2.0}}]\n"
+)
 
 
 class Table:
-    """As much of an endpoint table as shadows use."""
+    """The part of an endpoint table that shadows use."""
 
     def __init__(self) -> None:
         self.rng = Random(1)
@@ -52,9 +55,16 @@ class Route:
     name = "demo"
 
     def __init__(self) -> None:
-        made = [Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo") for slot in range(2)]
-        self.candidates = tuple(Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(made))
-        ledger.book(self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic())  # no ties
+        made = [
+            Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo")
+            for slot in range(2)
+        ]
+        self.candidates = tuple(
+            Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(made)
+        )
+        ledger.book(
+            self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic()
+        )  # no ties
 
 
 def asked(number: int = 0, cached: tuple[int, ...] = ()) -> Ask:
@@ -70,7 +80,10 @@ def exchange(ask: Ask, took_s: float) -> Exchange:
 
 def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
     found = [Named(f"{each.name}-{at}", each) for at, each in enumerate(policies)]
-    shadows, metrics = Shadows("main", found, stand_in(EndpointTable, Table()), registry.build(primary, {})), Metrics()
+    shadows, metrics = (
+        Shadows("main", found, stand_in(EndpointTable, Table()), registry.build(primary, {})),
+        Metrics(),
+    )
     shadows.follow(metrics)
     return shadows, metrics
 
@@ -106,7 +119,7 @@ async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_wi
     assert [each.load.in_flight for each in route.candidates] == [10, 11]
 
 
-async def test_what_waits_for_a_shadow_that_has_left_counts_nowhere() -> None:
+async def test_records_of_a_removed_shadow_are_not_counted() -> None:
     shadows, metrics = made(registry.build("least_loaded", {}))
     route = Route()
     picked(shadows, route, asked(1))
@@ -117,7 +130,7 @@ async def test_what_waits_for_a_shadow_that_has_left_counts_nowhere() -> None:
     assert not list(metrics.trials.picks.children())
 
 
-async def test_what_a_shadow_would_have_gained_is_told_in_seconds_and_tokens() -> None:
+async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     busy = route.candidates[0].load
     ledger.book(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
@@ -127,57 +140,74 @@ async def test_what_a_shadow_would_have_gained_is_told_in_seconds_and_tokens() -
     assert verdict.sooner_s is not None
     assert verdict.sooner_s > 0
     back = judged(
-        registry.build("round_robin", {}), ask, Pick(route.candidates[1], 800, 0.0, 2, "by hand"), route.candidates
+        registry.build("round_robin", {}),
+        ask,
+        Pick(route.candidates[1], 800, 0.0, 2, "by hand"),
+        route.candidates,
     )
     assert back.more_tokens == -800
     assert back.sooner_s == pytest.approx(-verdict.sooner_s)
 
 
-async def test_without_beliefs_there_is_no_gain_in_seconds() -> None:
+async def test_without_latency_models_there_is_no_gain_in_seconds() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     for each in route.candidates:
         ledger.believe(each.load, False, ask.now)
     verdict = judged(
-        registry.build("prefix_aware", {}), ask, Pick(route.candidates[0], 0, 0.0, 2, ""), route.candidates
+        registry.build("prefix_aware", {}),
+        ask,
+        Pick(route.candidates[0], 0, 0.0, 2, ""),
+        route.candidates,
     )
     assert (verdict.sooner_s, verdict.more_tokens) == (None, 800)
 
 
-async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_asked() -> None:
+async def test_a_failing_shadow_is_counted_and_the_next_one_is_evaluated() -> None:
     shadows, metrics = made(failing(), registry.build("round_robin", {}))
     picked(shadows, Route(), asked())
     await turns()
     trials = metrics.trials
     assert trials.picks.labels("main", "broken-0", "failed").value == 1
-    assert sum(trials.picks.labels("main", "round_robin-1", result).value for result in shadow.RESULTS) == 1
+    assert (
+        sum(trials.picks.labels("main", "round_robin-1", result).value for result in shadow.RESULTS)
+        == 1
+    )
 
 
-async def test_nothing_is_scored_in_the_turn_of_the_pick_nor_before_what_it_sends() -> None:
+async def test_a_pick_is_evaluated_in_a_later_turn_after_its_request_was_sent() -> None:
     shadows, _ = made(registry.build("least_loaded", {}))
     order: list[str] = []
-    score = shadows._one
-    shadows._one = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
+    score = shadows._evaluate
+    shadows._evaluate = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
     picked(shadows, Route(), asked())
-    asyncio.get_running_loop().call_soon(order.append, "sent")  # as the outbox does, after the pick
+    asyncio.get_running_loop().call_soon(
+        order.append, "sent"
+    )  # as the write queue does, after the pick
     assert order == []
     await turns()
     assert order == ["sent", "scored"]
 
 
-async def test_scoring_takes_a_tenth_of_the_time_of_picks_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_evaluations_take_a_tenth_of_the_time_of_picks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = iter(range(10**9))
-    monkeypatch.setattr(shadow, "perf_counter", lambda: 0.001 * next(clock))  # four looks: 3 ms of scoring
+    monkeypatch.setattr(
+        shadow, "perf_counter", lambda: 0.001 * next(clock)
+    )  # four clock readings: 3 ms of evaluation
     shadows, _ = made(registry.build("least_loaded", {}))
     route = Route()
     for number in range(3000):
         picked(shadows, route, asked(number), took_s=0.001)
         await turns(3)
-    told = shadows.told()
-    assert told["cost_share"] == pytest.approx(0.1, rel=0.02)
-    assert told["scored"] == pytest.approx(3000 * 0.1 / 3, rel=0.03)
+    results = shadows.told()
+    assert results["cost_share"] == pytest.approx(0.1, rel=0.02)
+    assert results["scored"] == pytest.approx(3000 * 0.1 / 3, rel=0.03)
 
 
-async def test_a_pool_whose_own_policy_reads_no_prefixes_is_fingerprinted_for_its_shadows_afterwards() -> None:
+async def test_prompts_are_fingerprinted_for_shadows_if_the_serving_policy_reads_no_prefixes() -> (
+    None
+):
     shadows, metrics = made(registry.build("prefix_aware", {}), primary="least_loaded")
     route = Route()
     pick = picked(shadows, route, asked())
@@ -187,19 +217,23 @@ async def test_a_pool_whose_own_policy_reads_no_prefixes_is_fingerprinted_for_it
     assert metrics.trials.tokens.labels("main", "prefix_aware-0", "more").value == 800
 
 
-async def test_a_prompt_that_was_fingerprinted_for_the_pick_is_not_fingerprinted_again() -> None:
+async def test_a_prompt_is_fingerprinted_once() -> None:
     shadows, _ = made(registry.build("prefix_aware", {}), primary="least_loaded")
-    ask = msgspec.structs.replace(asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").of(b"", b"a prompt"))
+    ask = msgspec.structs.replace(
+        asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").of(b"", b"a prompt")
+    )
     picked(shadows, Route(), ask)
     await turns()
     assert shadows._endpoints.taught == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("picks", "conclusive"), [(MIN_COMPARED - 1, False), (MIN_COMPARED, True)])
-async def test_a_shadow_with_too_few_scores_says_that_it_cannot_be_judged(picks: int, conclusive: bool) -> None:
+async def test_a_shadow_with_too_few_evaluations_is_inconclusive(
+    picks: int, conclusive: bool
+) -> None:
     shadows, _ = made(registry.build("round_robin", {}))
     for _ in range(picks):
-        shadows._allowed_s = 1.0
+        shadows._budget_s = 1.0
         picked(shadows, Route(), asked())
         await turns()
     (policy,) = shadows.told()["policies"]  # type: ignore[misc]
@@ -207,13 +241,23 @@ async def test_a_shadow_with_too_few_scores_says_that_it_cannot_be_judged(picks:
     assert policy["conclusive"] is conclusive
 
 
-def test_two_shadows_of_one_name_are_told_apart_by_their_parameters() -> None:
+def test_two_shadows_with_one_policy_are_named_by_their_parameters() -> None:
     policy = registry.build("least_loaded", {})
-    found = named([("least_loaded", {}, policy), ("least_loaded", {"fresh_s": 1.0}, policy), ("priced", {}, policy)])
-    assert [each.name for each in found] == ["least_loaded()", "least_loaded(fresh_s=1.0)", "priced"]
+    found = named(
+        [
+            ("least_loaded", {}, policy),
+            ("least_loaded", {"fresh_s": 1.0}, policy),
+            ("priced", {}, policy),
+        ]
+    )
+    assert [each.name for each in found] == [
+        "least_loaded()",
+        "least_loaded(fresh_s=1.0)",
+        "priced",
+    ]
 
 
-async def test_a_gateway_shows_its_shadows_keeps_them_over_a_reload_and_forgets_them_when_they_go(
+async def test_shadows_are_shown_survive_a_reload_and_are_removed_with_their_configuration(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path) as app:
@@ -222,10 +266,10 @@ async def test_a_gateway_shows_its_shadows_keeps_them_over_a_reload_and_forgets_
         table = app.app.gateway.endpoints
         assert all(live.load.believed for live in table.all())
         for number in range(8):
-            app.app.gateway.snapshot.tried["chat"].shadows._allowed_s = 1.0  # type: ignore[union-attr]
+            app.app.gateway.snapshot.tried["chat"].shadows._budget_s = 1.0  # type: ignore[union-attr]
             assert await app.ask(f"prompt {number}") == "ok"
-        _, _, told = await app.asked("GET", "/shadow")
-        [pool] = told["shadows"]
+        _, _, results = await app.asked("GET", "/shadow")
+        [pool] = results["shadows"]
         assert (pool["pool"], pool["picks"], pool["scored"]) == ("chat", 8, 8)
         assert [each["policy"] for each in pool["policies"]] == ["round_robin", "least_loaded"]
         assert all(each["agreed"] + each["differed"] == 8 for each in pool["policies"])

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtransfer.frame import FrameLimits, Kind
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Slice, Verdict, WindowHead
-from kvtransfer.transports.inbound import Inbound
-from kvtransfer.transports.outbound import Outbound
+from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.frame import FrameLimits, Kind
+from kvtransfer.transports.stream.inbound import Inbound
+from kvtransfer.transports.stream.outbound import Outbound
 
 BLOCKS, BLOCK_BYTES = 32, 16 << 10
 SIZE = BLOCKS * BLOCK_BYTES

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frame import Kind, Proof, frame, pack_head, trailer
-from kvtransfer.lattice import Runs
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Slice, Verdict, WindowHead
-from kvtransfer.transports.runs import fine, gather, scatter
+from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.frame import Kind, Proof, frame, pack_head, trailer
+from kvtransfer.transports.copy_runs import fine, gather, scatter
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,
@@ -23,7 +23,7 @@ from tests.contract.kvtransfer.links import (
     linked_pair,
     window,
 )
-from tests.unit.kvtransfer.transports.test_links import link_of, stranger
+from tests.unit.kvtransfer.transports.stream.test_links import link_of, stranger
 
 __all__ = ["stranger"]  # a fixture
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.frame import Kind, frame, pack_head
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.regions import Region
-from kvtransfer.transports.base import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.transports.runs import copy_runs, in_steps, within
+from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.frame import Kind, frame, pack_head
+from kvtransfer.transports.copy_runs import copy_runs, in_steps, within
 from kvtransfer.transports.shm import Shm, generation_mark
 from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner
 

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.lattice import Runs
-from kvtransfer.memory_files import MemoryFileRegion
-from kvtransfer.tls_files import TlsFiles
+from kvtransfer.contract import Link, Slice, TransportError, Verdict
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports import tcp as tcp_module
-from kvtransfer.transports.base import Link, Slice, TransportError, Verdict
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.transports.tls import TlsContexts, TlsLink
+from kvtransfer.transports.tls_links import TlsContexts, TlsLink
+from kvtransfer.util.tls_files import TlsFiles
 from tests.authority import Authority
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,

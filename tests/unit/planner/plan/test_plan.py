@@ -1,4 +1,4 @@
-"""`penstock plan`: what another configuration would have made of the end of an access log."""
+"""`penstock plan`: the effect of another configuration on the end of an access log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gateway.cli import app
+from gateway.cli.main import app
 from planner.plan import CaseError, Taken, cases, recent
 from planner.traces import TraceError
 
@@ -28,12 +28,26 @@ pools:
       - {{url: "http://127.0.0.1:9002", labels: {{gpu: h100}}, layout: {{tp: 4}}, max_concurrency: {cap}}}
 observability: {{access_log: {log}}}
 """
-PREFIX = 40  # blocks that the sessions of one kind have in common
+PREFIX = 40  # blocks shared by the sessions of one kind
 
 
 def line(at: float, **more: Any) -> dict[str, Any]:
-    told = {"time": at, "id": "req_1", "status": 200, "outcome": "served", "done_us": 1, "received_us": 0}
-    return {**told, "model": "chat", "prompt_tokens": 20_800, "completion_tokens": 20, "slo": "standard", **more}
+    told = {
+        "time": at,
+        "id": "req_1",
+        "status": 200,
+        "outcome": "served",
+        "done_us": 1,
+        "received_us": 0,
+    }
+    return {
+        **told,
+        "model": "chat",
+        "prompt_tokens": 20_800,
+        "completion_tokens": 20,
+        "slo": "standard",
+        **more,
+    }
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -42,7 +56,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
-    """Two requests a second, of thirty kinds whose prompts begin alike."""
+    """Return two requests per second, of thirty kinds with shared prefixes."""
     rng, lines = Random(1), []
     for number in range(2 * seconds):
         kind = rng.randrange(30)
@@ -51,7 +65,9 @@ def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
     return lines
 
 
-def config(path: Path, log: Path, policy: str = "round_robin", admission: str = "cap", cap: int = 24) -> Path:
+def config(
+    path: Path, log: Path, policy: str = "round_robin", admission: str = "cap", cap: int = 24
+) -> Path:
     path.write_text(CONFIG.format(policy=policy, admission=admission, cap=cap, log=log))
     return path
 
@@ -61,13 +77,20 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def planned(tmp_path: Path, log: Path, before: dict[str, Any], after: dict[str, Any], *more: str) -> tuple[int, Any]:
-    running, candidate = config(tmp_path / "a.yaml", log, **before), config(tmp_path / "b.yaml", log, **after)
+def planned(
+    tmp_path: Path, log: Path, before: dict[str, Any], after: dict[str, Any], *more: str
+) -> tuple[int, Any]:
+    running, candidate = (
+        config(tmp_path / "a.yaml", log, **before),
+        config(tmp_path / "b.yaml", log, **after),
+    )
     code, text = run(candidate, "--running", running, "--json", *more)
     return code, json.loads(text) if text.startswith("{") else text
 
 
-def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_sooner(tmp_path: Path) -> None:
+def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_sooner(
+    tmp_path: Path,
+) -> None:
     log = write(tmp_path / "access.jsonl", traffic(60))
     code, told = planned(tmp_path, log, {"policy": "round_robin"}, {"policy": "prefix_aware"})
     assert code == 0
@@ -80,7 +103,7 @@ def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_
     assert pool["notes"] == ["groups serve llama-3.1-70b, the nearest known to 70B parameters"]
 
 
-def test_equal_configurations_would_have_made_the_same_of_it(tmp_path: Path) -> None:
+def test_equal_configurations_give_equal_results(tmp_path: Path) -> None:
     log = write(tmp_path / "access.jsonl", traffic(30))
     code, told = planned(tmp_path, log, {"policy": "priced"}, {"policy": "priced"})
     assert code == 0
@@ -92,28 +115,38 @@ def test_equal_configurations_would_have_made_the_same_of_it(tmp_path: Path) -> 
     assert pool["gain"] == 0.0
 
 
-def test_what_would_have_been_shed_is_told_and_fails_a_check(tmp_path: Path) -> None:
+def test_additional_refusals_are_reported_and_fail_a_check(tmp_path: Path) -> None:
     longer = {"prompt_tokens": 4000, "completion_tokens": 100}
     log = write(tmp_path / "access.jsonl", [each | longer for each in traffic(40, blocks=False)])
     arguments = (tmp_path, log, {"cap": 24}, {"cap": 1}, "--fail-if-worse", "5")
     code, told = planned(*arguments)
     assert code == 3
-    assert told["pools"][0]["after"]["ends"]["shed"] > told["pools"][0]["before"]["ends"].get("shed", 0)
+    assert told["pools"][0]["after"]["ends"]["shed"] > told["pools"][0]["before"]["ends"].get(
+        "shed", 0
+    )
     code, _ = planned(tmp_path, log, {"cap": 1}, {"cap": 24}, "--fail-if-worse", "5")
     assert code == 0
 
 
-def test_a_log_without_blocks_is_said_to_compare_no_hits(tmp_path: Path) -> None:
+def test_a_log_without_blocks_is_reported_to_compare_no_hits(tmp_path: Path) -> None:
     log = write(tmp_path / "access.jsonl", traffic(10, blocks=False))
     running = config(tmp_path / "a.yaml", log)
     code, text = run(config(tmp_path / "b.yaml", log, "least_loaded"), "--running", running)
     assert code == 0
     assert "observability.access_blocks" in text
-    for words in ("pool chat", "attainment", "TTFT p99 (s)", "TPOT p99 (ms)", "hit ratio", "shed", "standard: "):
+    for words in (
+        "pool chat",
+        "attainment",
+        "TTFT p99 (s)",
+        "TPOT p99 (ms)",
+        "hit ratio",
+        "shed",
+        "standard: ",
+    ):
         assert words in text
 
 
-def test_minutes_before_those_looked_at_warm_the_caches_and_do_not_count(tmp_path: Path) -> None:
+def test_requests_before_the_span_warm_caches_and_do_not_count(tmp_path: Path) -> None:
     log = write(tmp_path / "access.jsonl", traffic(60))
     lately = recent(log, 10.0)
     assert len(lately.lines) == 41
@@ -121,9 +154,18 @@ def test_minutes_before_those_looked_at_warm_the_caches_and_do_not_count(tmp_pat
     assert recent(log, 3600.0).warmup_s == 0.0
 
 
-def test_a_refused_request_is_demand_of_the_usual_length_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_a_refused_request_counts_with_the_median_length_and_a_failed_one_does_not(
+    tmp_path: Path,
+) -> None:
     lines = [line(1e9 + at, completion_tokens=40 + at) for at in range(3)]
-    shed = line(1e9 + 4, status=429, outcome="refused", completion_tokens=None, prompt_tokens=None, body_bytes=4000)
+    shed = line(
+        1e9 + 4,
+        status=429,
+        outcome="refused",
+        completion_tokens=None,
+        prompt_tokens=None,
+        body_bytes=4000,
+    )
     lately = recent(write(tmp_path / "log", [*lines, shed, line(1e9 + 5, status=502)]), 60.0)
     found = lately.requests(["chat"])
     assert [each.output_tokens for each in found] == [40, 41, 42, 41]
@@ -139,7 +181,7 @@ def test_a_line_that_is_half_written_is_left_for_later(tmp_path: Path) -> None:
     assert len(recent(log, 60.0).lines) == 1
 
 
-def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_an_impossible_plan_is_refused_with_a_sentence(tmp_path: Path) -> None:
     log = write(tmp_path / "log", traffic(2))
     running = config(tmp_path / "a.yaml", log)
     code, text = run(config(tmp_path / "b.yaml", log, "rund_robin"), "--running", running)
@@ -150,21 +192,34 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert (code, "--log" in text) == (1, True)
     code, text = run(running, "--running", running, "--last", "soon")
     assert code == 2
-    with pytest.raises(TraceError, match="no request in it"):
+    with pytest.raises(TraceError, match="contains no request"):
         recent(write(tmp_path / "empty", []), 1.0)
 
 
-def test_a_value_by_reference_that_a_gateway_does_not_tell_is_asked_for() -> None:
-    pool = {"policy": {"name": "priced"}, "admission": {"name": "cap"}, "waiting_room": {"size": 4, "timeout": 1.0}}
+def test_a_value_by_reference_is_reported_as_missing() -> None:
+    pool = {
+        "policy": {"name": "priced"},
+        "admission": {"name": "cap"},
+        "waiting_room": {"size": 4, "timeout": 1.0},
+    }
     pool["endpoints"] = [{"max_concurrency": "${CAP}"}]  # type: ignore[dict-item]
-    told = {"pools": {"chat": pool}, "slo": {"default": "s", "classes": {"s": {"ttft": 1.0, "tpot": 0.1}}}}
+    told = {
+        "pools": {"chat": pool},
+        "slo": {"default": "s", "classes": {"s": {"ttft": 1.0, "tpot": 0.1}}},
+    }
     with pytest.raises(CaseError, match="--running"):
         cases(told)
     pool["endpoints"] = [{}]  # type: ignore[dict-item]
     assert len(cases(told)["chat"].assumed) == 2
     assert cases(told)["chat"].models is None
-    other = told | {"pools": {"chat": pool, "idle": pool}, "models": [{"name": "a", "pool": "chat"}]}
-    assert {name: case.models for name, case in cases(other).items()} == {"chat": ("a",), "idle": ()}
+    other = told | {
+        "pools": {"chat": pool, "idle": pool},
+        "models": [{"name": "a", "pool": "chat"}],
+    }
+    assert {name: case.models for name, case in cases(other).items()} == {
+        "chat": ("a",),
+        "idle": (),
+    }
     assert cases(told, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
     for wrong in (Taken(model="gpt-9"), Taken(gpu="abacus")):
         with pytest.raises(CaseError, match="unknown"):

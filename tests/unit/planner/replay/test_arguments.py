@@ -1,4 +1,4 @@
-"""What options say: classes, faults, fleets; and what is said when they cannot be understood."""
+"""Option grammars: classes, faults, fleets, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from policies.model import STANDARD, Role, Slo
 
 
 def test_times_and_loads() -> None:
-    assert [seconds(text) for text in ("250ms", "30s", "5m", "1.5h", "7")] == [0.25, 30.0, 300.0, 5400.0, 7.0]
+    assert [seconds(text) for text in ("250ms", "30s", "5m", "1.5h", "7")] == [
+        0.25,
+        30.0,
+        300.0,
+        5400.0,
+        7.0,
+    ]
     assert loads("0.5,1, 2") == [0.5, 1.0, 2.0]
 
 
@@ -26,7 +32,9 @@ def test_an_slo_is_two_budgets_or_a_file_of_classes(tmp_path: Path) -> None:
 
 
 def test_faults_change_the_fleet_and_the_view_of_it() -> None:
-    text = "lose=0@5m+60s, slow=1@30+10sx3, drain=2@1m, cold=7@10m, stale=5s, events=0.3, view=exact"
+    text = (
+        "lose=0@5m+60s, slow=1@30+10sx3, drain=2@1m, cold=7@10m, stale=5s, events=0.3, view=exact"
+    )
     spec, options = troubled(text, preset("F1"), Options())
     lost, slow, drained = (
         Fault(300.0, 0, for_s=60.0),
@@ -35,7 +43,12 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
     )
     assert options.faults == (lost, slow, drained)
     assert [kind.up_at_s for kind in spec.groups] == [0.0] * 7 + [600.0]
-    assert (options.scrape_s, options.scrape_age_s, options.lost_events, options.view) == (5.0, 5.0, 0.3, View.EXACT)
+    assert (options.scrape_s, options.scrape_age_s, options.lost_events, options.view) == (
+        5.0,
+        5.0,
+        0.3,
+        View.EXACT,
+    )
     assert troubled("", preset("F1"), Options())[0].groups == preset("F1").groups
 
 
@@ -64,7 +77,14 @@ def test_presets_hold_weights_and_kv(name: str) -> None:
 
 
 def test_presets_are_those_that_routers_have_been_compared_on() -> None:
-    assert [len(preset(name).groups) for name in ("F1", "F2", "F3", "F4", "F5", "F6")] == [8, 8, 8, 12, 8, 64]
+    assert [len(preset(name).groups) for name in ("F1", "F2", "F3", "F4", "F5", "F6")] == [
+        8,
+        8,
+        8,
+        12,
+        8,
+        64,
+    ]
     roles = [kind.role for kind in preset("F5:3p5d@10").groups]
     assert (roles.count(Role.PREFILL), roles.count(Role.DECODE)) == (3, 5)
     assert preset("F5:3p5d@10").groups[0].link_gb_s == 10.0
@@ -74,7 +94,9 @@ def test_presets_are_those_that_routers_have_been_compared_on() -> None:
 
 def test_a_fleet_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("kinds:\n- {model: qwen3-32b, gpu: h100, tp: 2, count: 3}\n- {gpu: h200, max_concurrency: 24}\n")
+    file.write_text(
+        "kinds:\n- {model: qwen3-32b, gpu: h100, tp: 2, count: 3}\n- {gpu: h200, max_concurrency: 24}\n"
+    )
     spec = read_fleet(file)
     assert (spec.name, len(spec.groups), spec.groups[3].max_concurrency) == ("mine", 4, 24)
 
@@ -87,8 +109,8 @@ def test_a_fleet_is_a_file(tmp_path: Path) -> None:
         ("kinds: [{gpu: l40s, tp: 1}]", "no memory"),
         ("kinds: [{gpus: h100}]", "gpus"),
         ("kinds: [{role: decode}]", "other half"),
-        ("kinds: [{count: 0}]", "count is a positive"),
-        ("kinds: [{tp: 0}]", "tp is a positive"),
+        ("kinds: [{count: 0}]", "count must be positive"),
+        ("kinds: [{tp: 0}]", "tp must be positive"),
         ("kinds: [{kv_scalar_bytes: 0}]", "kv_scalar_bytes"),
         ("kinds: [{slowness: .nan}]", "slowness"),
         ("kinds: [{link_gb_s: .inf}]", "link_gb_s"),
@@ -101,7 +123,9 @@ def test_a_fleet_is_a_file(tmp_path: Path) -> None:
         ("kinds: {", "mine.yaml"),
     ],
 )
-def test_a_fleet_that_cannot_be_says_why(tmp_path: Path, content: str, said: str) -> None:
+def test_an_invalid_fleet_is_refused_with_the_reason(
+    tmp_path: Path, content: str, said: str
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(content)
     with pytest.raises(FleetError, match=said):

@@ -1,4 +1,4 @@
-"""`penstock replay`: tables, JSON and a page of one comparison, and what is said of wrong usage."""
+"""`penstock replay`: tables, JSON and a page of one comparison, and usage errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway import cli
+from gateway.cli import main
 from planner.replay import preset
 from planner.replay.capacity import Capacity
 from planner.replay.report import _shares
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, ["replay", *map(str, arguments)])
+    return CliRunner().invoke(main.app, ["replay", *map(str, arguments)])
 
 
 def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) -> None:
@@ -57,7 +57,7 @@ def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) 
 
 
 class _Page(HTMLParser):
-    """Counts what a page has, and what it would fetch."""
+    """Counts a page's elements and external references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,29 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(trace: Path, tmp_pat
 def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path: Path) -> None:
     classes = tmp_path / "classes.yaml"
     classes.write_text("standard: {ttft: 500ms, tpot: 20ms}\n")
-    more = ("--faults", "lose=0@10s+5s,events=0.5", "--admission", "cap", "--retries", 2, "--patience", "20s")
-    result = call(trace, "--policy", "least_loaded", "--slo", classes, *more, "--from", "6s", "--to", "50s", "--json")
+    more = (
+        "--faults",
+        "lose=0@10s+5s,events=0.5",
+        "--admission",
+        "cap",
+        "--retries",
+        2,
+        "--patience",
+        "20s",
+    )
+    result = call(
+        trace,
+        "--policy",
+        "least_loaded",
+        "--slo",
+        classes,
+        *more,
+        "--from",
+        "6s",
+        "--to",
+        "50s",
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["requests"] == told["points"][0]["figures"]["offered"] == 15
@@ -111,14 +132,16 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
         (("--fleet", "F9"), "unknown fleet 'F9'"),
         (("--admission", "magic"), "unknown admission 'magic'"),
         (("--rate", "fast"), "list of numbers"),
-        (("--rate", "1", "--users", "3"), "give one of them"),
+        (("--rate", "1", "--users", "3"), "exclude each other"),
         (("--slo", "ttft=soon"), "not a time"),
-        (("--faults", "flood"), "no fault"),
+        (("--faults", "flood"), "is not a fault"),
         (("--capacity", "100"), "below 100"),
         (("--report", "no/such/directory/page.html"), "cannot be written"),
     ],
 )
-def test_wrong_usage_exits_2_and_says_what_is_wrong(trace: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_usage_exits_2_with_a_message(
+    trace: Path, arguments: tuple[str, ...], said: str
+) -> None:
     result = call(trace, *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
@@ -146,7 +169,9 @@ def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_f
         "planner.replay.sweep.figures",
         lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0), offered=1),
     )
-    found = _capacity(Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None)
+    found = _capacity(
+        Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None
+    )
     assert 2 <= found.load < 3
     assert len(found.tried) > len(replayed) == len(set(replayed))
 
@@ -177,16 +202,19 @@ def test_capacity_is_looked_for_far_above_and_below_the_first_load(
     assert not by_users or min(load for load, _ in found.tried) > 0.5
 
 
-def test_a_capacity_beyond_what_the_warm_up_leaves_is_not_made_up(trace: Path) -> None:
-    """The trace of a minute is over within the warm-up at six times its rate."""
+def test_no_capacity_is_reported_when_no_request_follows_the_warm_up(trace: Path) -> None:
+    """At six times its rate the trace of a minute ends within the warm-up."""
     asked = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
     result = call(*asked)
     assert result.exit_code == 1
-    assert "at load 7.59 no request counts after a warm-up of 10 s; a shorter --warmup leaves some" in result.output
+    assert (
+        "at load 7.59 no request counts after a warm-up of 10 s; use a shorter --warmup"
+        in result.output
+    )
     assert call(*asked[:-1], "1h").exit_code == 1
 
 
-def test_a_capacity_that_cannot_be_judged_leaves_what_was_found_of_everybody_else(
+def test_an_unknown_capacity_keeps_the_results_of_other_policies(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def capacity(contest: Contest, policy: str, target: float, tell: object) -> Capacity:
@@ -213,7 +241,10 @@ def test_a_capacity_that_cannot_be_judged_leaves_what_was_found_of_everybody_els
     result = call(*asked)
     assert re.search(r"least_loaded +│ +– ", result.stdout)
     assert re.search(r"round_robin +│ +2\.5 ", result.stdout)
-    assert "least_loaded: no capacity at 90%: at load 7.59 nothing counts; a shorter --warmup leaves" in result.stderr
+    assert (
+        "least_loaded: no capacity at 90%: at load 7.59 nothing counts; use a shorter --warmup"
+        in result.stderr
+    )
 
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:

@@ -7,18 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.replay import Clients, End, Fault, FleetSpec, Kind, Options, Run, Traffic, Trouble, View, replay, traffic
+from planner.replay import (
+    Clients,
+    End,
+    Fault,
+    FleetSpec,
+    Kind,
+    Options,
+    Run,
+    Traffic,
+    Trouble,
+    View,
+    replay,
+    traffic,
+)
 from planner.traces import TraceRequest
 from policies import registry
-from policies.admission import WaitingRoom
-from policies.admissions import build_admission
+from policies.admission.admission import WaitingRoom
+from policies.admission_registry import build_admission
 from policies.model import Role
 
 H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
 TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
 
 
-def some(count: int = 40, every_s: float = 0.2, prompt: int = 3000, output: int = 60) -> list[TraceRequest]:
+def some(
+    count: int = 40, every_s: float = 0.2, prompt: int = 3000, output: int = 60
+) -> list[TraceRequest]:
     """Requests of four customers."""
     return [
         TraceRequest(
@@ -46,7 +61,15 @@ def ran(
 
 def told(run: Run) -> list[tuple[object, ...]]:
     return [
-        (one.group, one.cached_tokens, one.first_s, one.done_s, one.end, one.refusals, one.predicted_ttft_s)
+        (
+            one.group,
+            one.cached_tokens,
+            one.first_s,
+            one.done_s,
+            one.end,
+            one.refusals,
+            one.predicted_ttft_s,
+        )
         for one in run.records
     ]
 
@@ -82,9 +105,14 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
     kinds = (msgspec.structs.replace(H100, count=2, max_concurrency=4),)
     if split:
         kinds = tuple(
-            msgspec.structs.replace(H100, count=2, role=role, max_concurrency=6) for role in (Role.PREFILL, Role.DECODE)
+            msgspec.structs.replace(H100, count=2, role=role, max_concurrency=6)
+            for role in (Role.PREFILL, Role.DECODE)
         )
-    faults = () if lost_at_s is None else tuple(Fault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
+    faults = (
+        ()
+        if lost_at_s is None
+        else tuple(Fault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
+    )
     run = ran(
         some(30, 1 / rate, output=output),
         FleetSpec("some", kinds),
@@ -97,7 +125,9 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
     for one in run.records:
         assert one.end in (End.SERVED, End.SHED, End.LOST, End.LEFT)
         assert (one.done_s is not None) == (one.end is End.SERVED)
-        assert one.first_s is None or one.done_s is None or one.arrived_s < one.first_s <= one.done_s
+        assert (
+            one.first_s is None or one.done_s is None or one.arrived_s < one.first_s <= one.done_s
+        )
 
 
 def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
@@ -108,7 +138,9 @@ def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
         assert one.ttft_s == pytest.approx(other.ttft_s, rel=1e-3)
         assert one.tpot_s == pytest.approx(other.tpot_s, rel=1e-3)
         assert one.longest_gap_s == pytest.approx(other.longest_gap_s, rel=2e-3)
-    assert sum(group.steps for group in leapt.groups) == sum(group.steps for group in stepped.groups)
+    assert sum(group.steps for group in leapt.groups) == sum(
+        group.steps for group in stepped.groups
+    )
 
 
 def test_loads_are_back_at_nothing_when_all_is_over() -> None:
@@ -118,7 +150,12 @@ def test_loads_are_back_at_nothing_when_all_is_over() -> None:
     fleet.run()
     for group in fleet.groups:
         load = group.load
-        assert (load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens) == (0, 0, 0, 0)
+        assert (load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert not group.coming
         assert group.engine.scheduler.pool.usage == 0
 
@@ -148,7 +185,7 @@ def test_a_cold_group_gets_nothing_before_it_joins_and_its_share_after() -> None
     assert min(one.arrived_s for one in joined) >= 4.0
 
 
-def test_a_slow_group_is_slow_for_as_long_as_it_was_said() -> None:
+def test_a_slow_fault_lasts_as_long_as_configured() -> None:
     quick = ran(some(10, 2.0), policy="round_robin")
     slow = ran(some(10, 2.0), policy="round_robin", faults=(Fault(0.0, 0, Trouble.SLOW, 9.9, 3.0),))
     stretch = [b.tpot_s / a.tpot_s for a, b in zip(quick.records, slow.records, strict=True)]  # type: ignore[operator]
@@ -165,27 +202,37 @@ def test_a_slowness_ends_without_ending_another_that_began_meanwhile() -> None:
 
 def test_the_exact_view_believes_what_the_engine_finds() -> None:
     run = ran(some(40, 1.0), view=View.EXACT)
-    assert [one.believed_tokens for one in run.records] == [one.cached_tokens for one in run.records]
-    assert sum(one.cached_tokens for one in run.records) == sum(one.ideal_tokens for one in run.records) > 0
+    assert [one.believed_tokens for one in run.records] == [
+        one.cached_tokens for one in run.records
+    ]
+    assert (
+        sum(one.cached_tokens for one in run.records)
+        == sum(one.ideal_tokens for one in run.records)
+        > 0
+    )
 
 
-def test_an_index_that_hears_nothing_believes_nothing() -> None:
+def test_an_index_without_updates_matches_nothing() -> None:
     assert {one.believed_tokens for one in ran(some(), lost_events=1.0).records} == {0}
 
 
-def test_clients_that_obey_come_again_when_they_were_told_to() -> None:
+def test_obedient_clients_retry_after_the_given_time() -> None:
     spec = FleetSpec("one", (msgspec.structs.replace(H100, max_concurrency=2),))
     room = WaitingRoom(size=1, timeout_s=0.5)
     refused = ran(some(12, 0.01), spec, admission="cap", limits=room)
     patient = ran(some(12, 0.01), spec, admission="cap", limits=room, clients=Clients(retries=5))
     served = [sum(one.end is End.SERVED for one in run.records) for run in (refused, patient)]
     assert served[0] < served[1]
-    assert any(one.refusals and one.end is End.SERVED and one.ttft_s > 0.4 for one in patient.records)  # type: ignore[operator]
+    assert any(
+        one.refusals and one.end is End.SERVED and one.ttft_s > 0.4 for one in patient.records
+    )  # type: ignore[operator]
 
 
 def test_what_fits_nowhere_is_refused_and_what_fits_somewhere_goes_there() -> None:
     spec = FleetSpec("unequal", (msgspec.structs.replace(H100, kv_tokens=4096), H100))
-    run = ran([TraceRequest(0.0, 50_000, 10), TraceRequest(0.0, 200_000, 10)], spec, policy="round_robin")
+    run = ran(
+        [TraceRequest(0.0, 50_000, 10), TraceRequest(0.0, 200_000, 10)], spec, policy="round_robin"
+    )
     assert [(one.end, one.group, one.reason) for one in run.records] == [
         (End.SERVED, "tp1", ""),
         (End.SHED, "", "too_long"),
@@ -194,7 +241,10 @@ def test_what_fits_nowhere_is_refused_and_what_fits_somewhere_goes_there() -> No
 
 def split_fleet(link_gb_s: float) -> FleetSpec:
     half = msgspec.structs.replace(H100, link_gb_s=link_gb_s)
-    return FleetSpec("pd", tuple(msgspec.structs.replace(half, role=role) for role in (Role.PREFILL, Role.DECODE)))
+    return FleetSpec(
+        "pd",
+        tuple(msgspec.structs.replace(half, role=role) for role in (Role.PREFILL, Role.DECODE)),
+    )
 
 
 def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
@@ -206,11 +256,16 @@ def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
 
 
 def test_halves_go_to_groups_whose_kv_can_hold_them_and_what_no_pair_can_hold_is_refused() -> None:
-    large, small = msgspec.structs.replace(H100, role=Role.PREFILL), msgspec.structs.replace(H100, kv_tokens=8192)
+    large, small = (
+        msgspec.structs.replace(H100, role=Role.PREFILL),
+        msgspec.structs.replace(H100, kv_tokens=8192),
+    )
     decodes = [msgspec.structs.replace(kind, role=Role.DECODE) for kind in (small, H100)]
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("unequal", (large, *decodes)))
-    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {(End.SERVED, "tp0", "tp2")}
+    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {
+        (End.SERVED, "tp0", "tp2")
+    }
     run = ran(long, FleetSpec("small", (large, decodes[0])))
     assert {(one.end, one.reason) for one in run.records} == {(End.SHED, "too_long")}
 
@@ -219,7 +274,9 @@ def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold
     small = msgspec.structs.replace(H100, kv_tokens=8192)
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("both", (small, H100), pairs=True))
-    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {(End.SERVED, "", "tp1")}
+    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {
+        (End.SERVED, "", "tp1")
+    }
 
 
 def test_a_link_carries_one_prompt_after_another() -> None:
@@ -237,8 +294,11 @@ def test_a_decoder_whose_prefiller_died_computes_the_prompt_itself() -> None:
     assert dying.ttft_s > quick.ttft_s  # type: ignore[operator]
 
 
-def test_a_closed_loop_asks_when_it_was_answered_and_has_thought() -> None:
-    turns = [TraceRequest(0.5, 600, 20, session="s"), TraceRequest(0.0, 700, 20, session="s", think_s=2.0)]
+def test_a_closed_loop_sends_after_the_answer_and_the_think_time() -> None:
+    turns = [
+        TraceRequest(0.5, 600, 20, session="s"),
+        TraceRequest(0.0, 700, 20, session="s", think_s=2.0),
+    ]
     first, second = ran(turns).records
     assert first.arrived_s == 0.5
     assert second.arrived_s == pytest.approx(first.done_s + 2.0)  # type: ignore[operator]

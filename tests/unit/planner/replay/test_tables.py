@@ -1,4 +1,4 @@
-"""Tables of a replay: within the width of the terminal, and nothing of them cut."""
+"""Tables of a replay fit the width of the terminal without truncation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from rich.console import Console
 from planner.replay.report import HEADS
 from planner.replay.tables import figure_tables
 
-NAMES = ("round_robin", "sglang_cache_aware", "a_policy_with_quite_a_long_name_from_another_package")
+NAMES = (
+    "round_robin",
+    "sglang_cache_aware",
+    "a_policy_with_quite_a_long_name_from_another_package",
+)
 FIGURES = [f"{number}1.{number:02}%" for number in range(len(HEADS) - 2)]
 
 
@@ -37,7 +41,12 @@ def test_every_line_fits_the_width_and_no_figure_is_cut(width: int) -> None:
 def test_every_table_names_policy_and_load_of_its_rows(width: int) -> None:
     text = printed(width, NAMES[:2])
     tables = text.count("policy")
-    assert tables == text.count("load") == text.count("round_robin") == text.count("sglang_cache_aware")
+    assert (
+        tables
+        == text.count("load")
+        == text.count("round_robin")
+        == text.count("sglang_cache_aware")
+    )
     assert (tables == 1) == (width == 220)
 
 

@@ -1,4 +1,6 @@
-"""Every format of recorded traffic becomes the one shape, is recognised, and says file and line when it is bad."""
+"""Every trace format is converted to the common form, detected, and reported with file and line if
+invalid.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from planner.replay.chain import keys_of
-from planner.traces import READERS, TraceError, TraceRequest, agents, b2b, bailian, read_trace, sharegpt
+from planner.replay.block_chain import keys_of
+from planner.traces import (
+    READERS,
+    TraceError,
+    TraceRequest,
+    agents,
+    b2b,
+    bailian,
+    read_trace,
+    sharegpt,
+)
 from planner.traces.access import access
 from planner.traces.azure import azure
 
@@ -39,17 +50,37 @@ def session(**other: object) -> bytes:
 
 
 def chat(number: int, parent: int, turn: int, *blocks: int, at: float = 1.5) -> bytes:
-    fields = {"chat_id": number, "parent_chat_id": parent, "timestamp": at, "input_length": len(blocks) * 16}
-    return json.dumps(fields | {"output_length": 9, "type": "text", "turn": turn, "hash_ids": blocks}).encode()
+    fields = {
+        "chat_id": number,
+        "parent_chat_id": parent,
+        "timestamp": at,
+        "input_length": len(blocks) * 16,
+    }
+    return json.dumps(
+        fields | {"output_length": 9, "type": "text", "turn": turn, "hash_ids": blocks}
+    ).encode()
 
 
 def tokens(*ids: int, at_ns: int = 2_000_000_000) -> bytes:
-    fields = {"input_toks": len(ids), "output_toks": 7, "arrival_time_ns": at_ns, "input_tok_ids": ids}
+    fields = {
+        "input_toks": len(ids),
+        "output_toks": 7,
+        "arrival_time_ns": at_ns,
+        "input_tok_ids": ids,
+    }
     return json.dumps(fields).encode()
 
 
 def logged(at: float, prompt: int | None, status: int = 200, **other: object) -> bytes:
-    fields = {"time": at, "id": "r", "client": "c", "api": "chat", "status": status, "outcome": "ok", "done_us": 9}
+    fields = {
+        "time": at,
+        "id": "r",
+        "client": "c",
+        "api": "chat",
+        "status": status,
+        "outcome": "ok",
+        "done_us": 9,
+    }
     return json.dumps(fields | {"prompt_tokens": prompt, "completion_tokens": 12} | other).encode()
 
 
@@ -87,14 +118,28 @@ def test_a_session_ends_where_its_context_grows_too_large() -> None:
 
 def test_bailian_turns_are_one_session_with_their_16_token_blocks() -> None:
     found = list(
-        bailian([chat(7, -1, 1, 1, 2), chat(9, 7, 2, 1, 2, 3), chat(11, 9, 3, 1, 2, 3, 4), chat(12, -1, 1, 5)])
+        bailian(
+            [
+                chat(7, -1, 1, 1, 2),
+                chat(9, 7, 2, 1, 2, 3),
+                chat(11, 9, 3, 1, 2, 3, 4),
+                chat(12, -1, 1, 5),
+            ]
+        )
     )
     assert [one.session for one in found] == ["chat 7", "chat 7", "chat 7", "chat 12"]
-    assert (found[1].blocks, found[1].block_tokens, found[1].slo, found[1].arrival_s) == ((1, 2, 3), 16, "text", 1.5)
+    assert (found[1].blocks, found[1].block_tokens, found[1].slo, found[1].arrival_s) == (
+        (1, 2, 3),
+        16,
+        "text",
+        1.5,
+    )
 
 
 def test_token_ids_share_blocks_exactly_as_far_as_they_are_equal() -> None:
-    one, two, three = sharegpt([tokens(*range(40)), tokens(*range(32), 99), tokens(5, *range(1, 40))])
+    one, two, three = sharegpt(
+        [tokens(*range(40)), tokens(*range(32), 99), tokens(5, *range(1, 40))]
+    )
     assert one.blocks[:2] == two.blocks[:2]
     assert one.blocks[2] != two.blocks[2]
     assert set(one.blocks) & set(three.blocks) == set()
@@ -104,7 +149,9 @@ def test_token_ids_share_blocks_exactly_as_far_as_they_are_equal() -> None:
 def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() -> None:
     lines = [
         logged(101.0, 50, tenant="b"),
-        logged(100.0, 40, received_us=500_000, slo="fast", session="s", blocks=[4, 5], block_tokens=16),
+        logged(
+            100.0, 40, received_us=500_000, slo="fast", session="s", blocks=[4, 5], block_tokens=16
+        ),
         logged(99.0, None, status=429),
         logged(103.0, 10, status=502),
     ]
@@ -114,15 +161,17 @@ def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() 
     assert (second.arrival_s, second.tenant, second.blocks) == (0.5, "b", ())
 
 
-def test_lengths_that_an_engine_was_not_asked_for_are_estimated() -> None:
+def test_lengths_without_reported_usage_are_estimated() -> None:
     (one,) = access([logged(1.0, None, completion_tokens=None, body_bytes=4000, events=12)])
     assert (one.input_tokens, one.output_tokens) == (1000, 10)
 
 
-def test_b2b_asks_at_its_rate_about_prompts_that_customers_share() -> None:
+def test_b2b_sends_at_its_rate_with_shared_customer_prompts() -> None:
     found = list(b2b(20.0, 200.0, seed=3))
     assert len(found) / 200 == pytest.approx(20.0, rel=0.1)
-    assert {(one.input_tokens, one.output_tokens, len(one.blocks)) for one in found} == {(7200, 1000, 15)}
+    assert {(one.input_tokens, one.output_tokens, len(one.blocks)) for one in found} == {
+        (7200, 1000, 15)
+    }
     assert len({one.blocks[:11] for one in found}) == 150
     assert len({one.blocks[11:] for one in found}) == len(found)
     assert found == list(b2b(20.0, 200.0, seed=3))
@@ -154,9 +203,18 @@ def test_a_format_is_recognised_packed_or_not(tmp_path: Path, line: bytes, kind:
         ("azure", b"2023-11-16 18:15:46.6,0,4"),
         pytest.param("azure", b"2023-11-16 18:15:46.6," + b"9" * 5000 + b",4", id="azure-digits"),
         ("agents", session(block_size=48)),
-        ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 20, "runs": [[1, 3]]}])),
-        ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 0, "out": 20, "runs": [[1, 3]]}])),
-        ("agents", session(requests=[{"t": 0.0, "type": "n", "in": 640, "out": 20, "runs": [[-9, 20]]}])),
+        (
+            "agents",
+            session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 20, "runs": [[1, 3]]}]),
+        ),
+        (
+            "agents",
+            session(requests=[{"t": 0.0, "type": "n", "in": 0, "out": 20, "runs": [[1, 3]]}]),
+        ),
+        (
+            "agents",
+            session(requests=[{"t": 0.0, "type": "n", "in": 640, "out": 20, "runs": [[-9, 20]]}]),
+        ),
         ("agents", session(block_size=0)),
         ("agents", session(tool_tokens=10**12)),
         ("agents", b'{"id": 3}'),
@@ -165,7 +223,11 @@ def test_a_format_is_recognised_packed_or_not(tmp_path: Path, line: bytes, kind:
         ("sharegpt", tokens()),
         ("access", b'{"time": "yesterday"}'),
         ("access", b'{"time": 1, "status": 200, "tenant": "\xff"}'),
-        pytest.param("access", b'{"time": 1, "status": 200, "x": ' + b"[" * 99_999 + b"]" * 99_999 + b"}", id="nested"),
+        pytest.param(
+            "access",
+            b'{"time": 1, "status": 200, "x": ' + b"[" * 99_999 + b"]" * 99_999 + b"}",
+            id="nested",
+        ),
         ("access", logged(1.0, -5)),
         ("access", logged(1.0, 5, blocks=[4], block_tokens=0)),
         ("access", logged(1.0, 5, blocks=[-4])),
@@ -174,14 +236,27 @@ def test_a_format_is_recognised_packed_or_not(tmp_path: Path, line: bytes, kind:
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(kind: str, bad: bytes) -> None:
-    good = {"azure": AZURE.splitlines()[1], "agents": session(), "bailian": chat(1, -1, 1, 5), "sharegpt": tokens(1)}
+    good = {
+        "azure": AZURE.splitlines()[1],
+        "agents": session(),
+        "bailian": chat(1, -1, 1, 5),
+        "sharegpt": tokens(1),
+    }
     lines = [good.get(kind, b""), bad]
     with pytest.raises(TraceError, match=r"^t\.jsonl:2: "):
         list(READERS[kind](lines, "t.jsonl"))
 
 
 def test_a_run_of_blocks_is_read_no_further_than_its_prompt_reaches() -> None:
-    (one,) = agents([session(requests=[{"t": 0.0, "type": "n", "in": 1600, "out": 2, "runs": [[0, (1 << 31) - 1]]}])])
+    (one,) = agents(
+        [
+            session(
+                requests=[
+                    {"t": 0.0, "type": "n", "in": 1600, "out": 2, "runs": [[0, (1 << 31) - 1]]}
+                ]
+            )
+        ]
+    )
     assert len(one.blocks) == 3
 
 
@@ -210,8 +285,12 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
         read_trace(path, "azure")
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b'{"a": 1}\n', b'{"hash_ids": "\xff"}\n', b'{"\xff": 1}\n'])
-def test_a_file_in_no_known_format_is_refused_at_its_first_line(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"hello\n", b'{"a": 1}\n', b'{"hash_ids": "\xff"}\n', b'{"\xff": 1}\n']
+)
+def test_a_file_in_no_known_format_is_refused_at_its_first_line(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(TraceError, match="trace:1: "):
@@ -232,7 +311,9 @@ def test_blocks_of_any_size_share_exactly_the_blocks_below_the_common_prefix(siz
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize(("recorded", "size"), [(100, 512), (24, 16), (16, 24), (512, 100), (640, 512), (7, 5)])
+@pytest.mark.parametrize(
+    ("recorded", "size"), [(100, 512), (24, 16), (16, 24), (512, 100), (640, 512), (7, 5)]
+)
 def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was_shared(
     recorded: int, size: int
 ) -> None:
@@ -240,7 +321,9 @@ def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was
     blocks = -(-4096 // recorded)
     shared = min(20, blocks // 2)
     one = TraceRequest(0.0, 4096, 1, tuple(range(blocks)), recorded)
-    two = TraceRequest(0.0, 4096, 1, (*range(shared), *range(9000, 9000 + blocks - shared)), recorded)
+    two = TraceRequest(
+        0.0, 4096, 1, (*range(shared), *range(9000, 9000 + blocks - shared)), recorded
+    )
     keys, others = keys_of(one, size), keys_of(two, size)
     assert len(keys) == len(others) == 4096 // size
     assert len(set(keys)) == len(keys)

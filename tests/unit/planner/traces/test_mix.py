@@ -1,4 +1,4 @@
-"""Traces made faster, cut, and put together with classes and tenants."""
+"""Traces scaled, sliced, and mixed with classes and tenants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ def every(second: float, count: int = 10, **other: object) -> list[TraceRequest]
 
 def turns(session: str, count: int) -> list[TraceRequest]:
     return [
-        TraceRequest(0.0, 1024, 5, (3, PRIVATE + turn), session=session, think_s=None if turn == 0 else float(turn))
+        TraceRequest(
+            0.0,
+            1024,
+            5,
+            (3, PRIVATE + turn),
+            session=session,
+            think_s=None if turn == 0 else float(turn),
+        )
         for turn in range(count)
     ]
 
@@ -35,19 +42,34 @@ def test_a_slice_keeps_or_leaves_whole_sessions() -> None:
 
 
 def test_parts_of_a_mix_come_together_and_share_nothing() -> None:
-    found = mixed([Part(every(1.0), slo="fast", tenant="a"), Part(every(1.0), rate=2.0, tenant="b", priority=1)])
+    found = mixed(
+        [
+            Part(every(1.0), slo="fast", tenant="a"),
+            Part(every(1.0), rate=2.0, tenant="b", priority=1),
+        ]
+    )
     assert [one.arrival_s for one in found] == sorted(one.arrival_s for one in found)
-    blocks = [{each for one in found if one.tenant == tenant for each in one.blocks} for tenant in "ab"]
+    blocks = [
+        {each for one in found if one.tenant == tenant for each in one.blocks} for tenant in "ab"
+    ]
     assert blocks[0] & blocks[1] == set()
-    assert {(one.tenant, one.slo, one.priority) for one in found} == {("a", "fast", 0), ("b", "", 1)}
+    assert {(one.tenant, one.slo, one.priority) for one in found} == {
+        ("a", "fast", 0),
+        ("b", "", 1),
+    }
     assert max(one.arrival_s for one in found if one.tenant == "b") == 4.5
 
 
 def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    (tmp_path / "a.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n"
+    )
     mix = tmp_path / "mix.yaml"
     mix.write_text("- {trace: a.csv, slo: chat, tenant: x}\n- {trace: a.csv, rate: 2, tenant: y}\n")
-    assert [(one.tenant, one.slo, one.input_tokens) for one in read_trace(mix)] == [("x", "chat", 374), ("y", "", 374)]
+    assert [(one.tenant, one.slo, one.input_tokens) for one in read_trace(mix)] == [
+        ("x", "chat", 374),
+        ("y", "", 374),
+    ]
     mix.write_text("- {trace: a.csv, speed: 3}\n")
     with pytest.raises(TraceError, match=r"mix\.yaml: .*speed"):
         read_trace(mix)
@@ -55,7 +77,9 @@ def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", ["0", "-1", ".nan", ".inf"])
 def test_a_mix_with_a_rate_that_is_none_is_refused_by_name(tmp_path: Path, rate: str) -> None:
-    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    (tmp_path / "a.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n"
+    )
     mix = tmp_path / "mix.yaml"
     mix.write_text(f"- {{trace: a.csv, rate: {rate}}}\n")
     with pytest.raises(TraceError, match=r"mix\.yaml: .*rate"):
@@ -81,9 +105,11 @@ def test_sessions_with_think_times_are_closed_loops_and_all_else_comes_whatever_
     assert len(list(load.loops[0].requests())) == 3  # a traffic is replayed many times
 
 
-def test_more_users_than_sessions_are_others_who_share_what_sessions_share() -> None:
+def test_repeated_sessions_get_new_ids_for_their_own_blocks() -> None:
     load = users(turns("s", 4), 3, seed=1)
-    first = [[next(requests) for _ in range(9)] for requests in (loop.requests() for loop in load.loops)]
+    first = [
+        [next(requests) for _ in range(9)] for requests in (loop.requests() for loop in load.loops)
+    ]
     names = {one.session for user in first for one in user}
     assert len(names) > 3
     by_session: dict[int, set[str]] = {}
@@ -99,7 +125,11 @@ def test_more_users_than_sessions_are_others_who_share_what_sessions_share() -> 
 
 def test_requests_without_a_session_are_gone_through_one_by_one_by_all_users_together() -> None:
     load = users(every(1.0, 6), 3, seed=1)
-    asked = [next(requests).blocks for requests in [loop.requests() for loop in load.loops] for _ in range(2)]
+    asked = [
+        next(requests).blocks
+        for requests in [loop.requests() for loop in load.loops]
+        for _ in range(2)
+    ]
     assert sorted(asked) == [(number,) for number in range(6)]
 
 

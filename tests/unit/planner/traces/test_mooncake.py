@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN
 from planner.traces import TraceError, mooncake, read_mooncake
-from planner.words import BLOCK_TOKENS, BYTES_PER_TOKEN
 
 
 def line(timestamp: int, tokens: int, *blocks: int, output: int = 10) -> bytes:
-    fields = {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": blocks}
+    fields = {
+        "timestamp": timestamp,
+        "input_length": tokens,
+        "output_length": output,
+        "hash_ids": blocks,
+    }
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -26,14 +31,20 @@ def test_equal_ids_are_equal_text_and_lengths_are_those_recorded() -> None:
 
 
 def test_a_batch_of_one_timestamp_is_spread_over_its_three_seconds() -> None:
-    requests = mooncake([line(0, 5, 0), line(0, 5, 0), line(0, 5, 0), line(3000, 5, 0), line(9000, 5, 0)])
+    requests = mooncake(
+        [line(0, 5, 0), line(0, 5, 0), line(0, 5, 0), line(3000, 5, 0), line(9000, 5, 0)]
+    )
     assert [request.arrival_s for request in requests] == [0.0, 1.0, 2.0, 3.0, 9.0]
 
 
 def test_speed_and_limit_leave_the_spreading_alone(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress(b"".join(line(0, 5, 0) for _ in range(6))))
-    assert [request.arrival_s for request in read_mooncake(path, limit=3, speed=2.0)] == [0.0, 0.25, 0.5]
+    assert [request.arrival_s for request in read_mooncake(path, limit=3, speed=2.0)] == [
+        0.0,
+        0.25,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize("bad", [b"{", b'{"timestamp": 0}', line(0, 513, 0), line(0, 0)])

@@ -1,0 +1,214 @@
+"""What a decision costs, in microseconds: `python bench/bench_policies.py`. The best of several rounds' medians.
+
+A second table shows the pick alone for every registered policy, with prompts that nobody and that some hold.
+
+Prompts of 4 bytes per token. Two patterns of chat traffic: "known" asks a conversation already held by one endpoint for
+its next turn (all share a system prompt that everybody holds); "new" is a prompt never seen beyond the system prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from policies import ledger, registry
+from policies.latency.latency import ttfts
+from policies.ledger import Entry
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request, Slo
+from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.prefix_index import PrefixIndex
+from policies.run import pick
+
+SYSTEM_TOKENS, BYTES_PER_TOKEN = 1000, 4
+PROMPTS, ROUNDS = 100, 5
+
+
+def us_each(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
+    """Median microseconds of a call with 0, 1, 2, ...
+
+    The prompt is read once before, off the clock, as parsing the body has done in a gateway: it lies in the cache.
+    """
+    spent = []
+    for number, text in enumerate(texts):
+        text.count(b"\0")
+        begin = perf_counter()
+        action(number)
+        spent.append(perf_counter() - begin)
+    return median(spent) * 1e6
+
+
+class Bench:
+    """One prompt length, one fleet."""
+
+    def __init__(self, tokens: int, endpoints: int) -> None:
+        self.tokens, self.rng = tokens, Random(1)
+        self.prints = Fingerprinter(self.rng.randbytes(32))
+        self.index = PrefixIndex(256 << 20)
+        self.policies = {name: registry.build(name, {}) for name in ("round_robin", "least_loaded", "prefix_aware")}
+        self.candidates = [self.candidate(slot) for slot in range(endpoints)]
+        self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
+        for slot in range(endpoints):
+            self.index.set_capacity(slot, 10**9)
+            self.index.insert(self.prints.of(b"salt", self.system), slot, SYSTEM_TOKENS)
+
+    def candidate(self, slot: int) -> Candidate:
+        load = EndpointLoad(slot)
+        load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
+        load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
+        load.kv_tokens, load.kv_booked, load.ready_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
+        load.running, load.waiting, load.kv_usage, load.scraped_at = 10, 2, 0.5, 0.9
+        return Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load)
+
+    def texts(self) -> list[bytes]:
+        return [
+            self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN) for _ in range(PROMPTS)
+        ]
+
+    def ask(self, cached: list[int]) -> Ask:
+        return Ask(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
+
+    def decide(self, fingerprint: Fingerprint) -> None:
+        cached = self.index.match(fingerprint, self.tokens)
+        found = pick(self.policies["prefix_aware"], self.ask(cached), self.candidates)
+        assert found is not None
+        self.index.insert(fingerprint, found.candidate.load.slot, self.tokens)
+
+    def round(self) -> list[float]:
+        texts, more = self.texts(), self.texts()
+        found: list[Fingerprint] = []
+        new = us_each(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
+        turns = [text[:-8] for text in texts]
+        return [
+            us_each(lambda n: found.append(self.prints.of(b"salt", more[n])), more),
+            us_each(lambda n: self.index.match(found[n], self.tokens)),
+            us_each(lambda n: self.index.insert(found[n], n % len(self.candidates), self.tokens)),
+            us_each(lambda n: self.index.match(found[n], self.tokens)),
+            us_each(lambda n: pick(self.policies["round_robin"], self.ask([]), self.candidates)),
+            us_each(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
+            us_each(lambda n: pick(self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates)),
+            new,
+            us_each(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
+        ]
+
+
+def picks(endpoints: int) -> None:
+    """The pick alone, for every registered policy; 8,000 tokens, and nothing held or a tenth of the endpoints warm."""
+    bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
+    prints = [bench.prints.of(b"salt", text) for text in bench.texts()]
+    cold = [0] * endpoints
+    warm = [6_800 if slot % 10 == 3 else 100 * (slot % 30) for slot in range(endpoints)]
+
+    def ask(number: int, cached: list[int]) -> Ask:
+        request = Request(f"{number}", "model", "tenant", 8_000, 300, slo=slo)
+        return Ask(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
+
+    for name in registry.names():
+        costs = []
+        for cached in (cold, warm):
+            asks = [ask(number, cached) for number in range(PROMPTS)]
+            one = partial(pick, registry.build(name, {}))
+            costs.append(min(us_each(partial(decision, one, asks, bench.candidates)) for _ in range(ROUNDS)))
+        print(f"{endpoints:3} ep, {name}".ljust(28), *(f"{cost:8.1f}" for cost in costs))
+
+
+def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int) -> object:
+    return one(asks[number], fleet)
+
+
+class Beliefs:
+    """What the ledger costs per request, and a look at everybody's expected time to first token. About 0.1 us of each
+    is the clock's."""
+
+    BATCH = 20
+
+    def __init__(self, endpoints: int, gap_s: float, prompt_tokens: int, believed: bool) -> None:
+        """A request every `gap_s` at this one endpoint."""
+        self.load = EndpointLoad(0)
+        self.load.kv_tokens = 600_000
+        ledger.believe(self.load, believed, 0.0)
+        self.gap_s = gap_s
+        self.request = Request("id", "model", "tenant", prompt_tokens, 300)
+        self.now = 1.0
+        self.decoding: list[Entry] = []
+        self.entry: Entry | None = None
+        self.candidates = [
+            Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot))
+            for slot in range(endpoints)
+        ]
+        self.held = [100] * endpoints
+
+    def book(self, _: int) -> None:
+        self.now += 0.5 * self.gap_s
+        self.entry = ledger.book(self.load, self.request, self.request.prompt_tokens // 5, self.now)
+
+    def first_token(self, _: int) -> None:
+        assert self.entry is not None
+        self.now += 0.4 * self.gap_s
+        self.entry.first_token(self.now)
+
+    def finished(self, _: int) -> None:
+        self.now += 0.1 * self.gap_s
+        self.decoding.pop(0).finished(self.now, 100)
+
+    def round(self) -> list[float]:
+        """Book, first token, end, each timed by itself in turn; then the look at all candidates."""
+        spent: list[list[float]] = [[], [], []]
+        for _ in range(PROMPTS):
+            for number, step in enumerate((self.book, self.first_token, self.finished)):
+                if step == self.finished and len(self.decoding) <= self.BATCH:
+                    continue
+                begin = perf_counter()
+                step(0)
+                spent[number].append(perf_counter() - begin)
+            assert self.entry is not None
+            self.decoding.append(self.entry)
+        look = us_each(lambda n: ttfts(self.candidates, self.held, 8000, self.now))
+        return [*(median(each) * 1e6 for each in spent), look]
+
+
+def beliefs() -> None:
+    print("\nmicroseconds".ljust(23), *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")))
+    for name, *how in (
+        ("counted only, 4 ep", 4, 0.35, 5000, False),
+        ("3 a second, 4 ep", 4, 0.35, 5000, True),
+        ("500 a second, 64 ep", 64, 0.002, 60, True),
+    ):
+        bench = Beliefs(*how)
+        best = map(min, zip(*[bench.round() for _ in range(4 * ROUNDS)], strict=True))
+        print(name.ljust(22), *(f"{value:12.2f}" for value in best))
+
+
+def main() -> None:
+    columns = (
+        "fingerprint",
+        "match new",
+        "insert new",
+        "match known",
+        "round_robin",
+        "least_loaded",
+        "prefix_aware",
+        "all, new",
+        "all, known",
+    )
+    print("microseconds".ljust(22), *(column.rjust(12) for column in columns))
+    for endpoints in (4, 64):
+        for tokens in (2_000, 8_000, 32_000, 100_000):
+            bench = Bench(tokens, endpoints)
+            best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
+            print(f"{endpoints:3} ep, {tokens:7} tokens".ljust(22), *(f"{value:12.1f}" for value in best))
+    beliefs()
+    print("pick alone".ljust(28), *(column.rjust(8) for column in ("nobody", "some")))
+    for endpoints in (4, 64):
+        picks(endpoints)
+
+
+if __name__ == "__main__":
+    main()

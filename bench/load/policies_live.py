@@ -1,0 +1,117 @@
+"""`make policies`: the Mooncake conversation trace over real HTTP, through each policy, and the two lines it must hold.
+
+    python -m bench.load.policies_live [--runs 3] [--speed 8] [--requests 1500] [--policy NAME]...
+
+Four mock groups (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a bench client, all fresh for every run.
+prefix_aware must reach 0.9 of the hit ratio of one LRU cache with the memory of all four, and the least mean TTFT.
+Exit status: 1 when it does not. Not in `make test`: a run takes 512 s / speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import fmean, median
+
+from bench.load.run import ROOT, _await_models, _free_ports, _free_run
+from planner.bench import Plan, Report, run
+from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio
+from tests.sim.test_policies_on_a_virtual_clock import ALL_KV_TOKENS, GROUP
+
+GROUPS = GROUP.count
+MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--groups", str(GROUPS))
+
+
+def main() -> int:
+    options = _options()
+    ideal = shared_cache_hit_ratio(conversation(options.requests), ALL_KV_TOKENS)
+    print(f"one shared LRU of {ALL_KV_TOKENS:,} tokens: hit ratio {ideal:.3f}")
+    hits: dict[str, list[float]] = {name: [] for name in options.policy}
+    ttfts: dict[str, list[float]] = {name: [] for name in options.policy}
+    for number in range(options.runs):
+        for policy in options.policy:
+            with fleet(policy, options.speed) as url:
+                plan = Plan(url=url, trace=TRACE, speed=options.speed, limit=options.requests, ignore_eos=True)
+                report = asyncio.run(run(plan))
+            hits[policy].append(report.cached_ratio or 0.0)
+            ttfts[policy].append(_mean_ttft_s(report) * options.speed)
+            print(f"run {number + 1} {policy:<13} {_line(report, ideal, options.speed)}", flush=True)
+    best = hits.get("prefix_aware", [])
+    return 0 if not best or _holds(best, ttfts, ideal) else 1
+
+
+def _holds(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bool:
+    """Prints the verdict on the two lines."""
+    means = {name: fmean(values) for name, values in ttfts.items()}
+    reached, least = median(hits) / ideal, min(means, key=lambda name: means[name])
+    print(f"prefix_aware reaches {reached:.2f} of the shared LRU; least mean TTFT: {least} ({means[least]:.2f} s)")
+    return reached >= 0.9 and least == "prefix_aware"
+
+
+def _mean_ttft_s(report: Report) -> float:
+    return fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
+
+
+def _line(report: Report, ideal: float, speed: float) -> str:
+    ratio, tokens = report.cached_ratio or 0.0, report.prompt_tokens / max(1, len(report.completed))
+    worst = max((record.lag_s for record in report.records), default=0.0)
+    return (
+        f"hits {ratio:.3f} ({ratio / ideal:.2f}), mean TTFT {_mean_ttft_s(report) * speed:.2f} s of model time, "
+        f"{len(report.completed)} served, errors {report.errors}, {tokens:.0f} prompt tokens each, "
+        f"{report.duration_s:.0f} s, worst send lag {worst * 1e3:.0f} ms"
+    )
+
+
+@contextmanager
+def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
+    """Four cold groups in one process and a gateway before them; the gateway's URL."""
+    first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        mock = ["-m", "mockgpu", "--port", str(first), "--speed", str(speed), *MODEL]
+        stack.enter_context(_running(mock, first))
+        file = Path(folder, "gateway.yaml")
+        urls = [f"http://127.0.0.1:{first + slot}" for slot in range(GROUPS)]
+        engines = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in urls)
+        file.write_text(
+            f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
+            f"observability: {{access_log: '{access_log}'}}\n"
+            f"pools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
+        )
+        stack.enter_context(_running(["-m", "gateway", "serve", "--config", str(file)], port))
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def _running(arguments: list[str], port: int) -> Iterator[None]:
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=quiet, stderr=quiet)
+    try:
+        _await_models(process, f"http://127.0.0.1:{port}")
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+        with socket.socket() as gone:
+            assert gone.connect_ex(("127.0.0.1", port))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.load.policies_live", description="A trace through every policy.")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--speed", type=float, default=8.0, help="of trace and engines")
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--policy", action="append", help="default: all three")
+    options = parser.parse_args()
+    options.policy = options.policy or ["round_robin", "least_loaded", "prefix_aware"]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Clients of a soak: all kinds of requests at once, each answer held to what it must be, to the word.
+
+Lives here: asking and judging. Not here: who breaks groups meanwhile; a stream may end with its group and no other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.load.soak_house import SPLIT, WHOLE
+from mockgpu.text import expected_text
+from planner.bench.timeline import Timeline
+
+THINKS_S = 0.8
+SESSIONS = 40
+"""Few enough for the contexts of all to fit into the groups' KV: more are refused, and rightly."""
+
+SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A kind of request. `leaves`: its client goes at that share of the answer's tokens, 0 before it has begun.
+    `status`: what it is answered; `changed` is what is wrong with the body then."""
+
+    weight: int
+    model: str = WHOLE
+    stream: bool = True
+    words: tuple[int, int] = (20, 400)
+    tokens: tuple[int, int] = (8, 48)
+    leaves: float | None = None
+    status: int = 200
+    changed: Mapping[str, Any] = {}
+
+
+KINDS: Mapping[str, Kind] = {
+    "stream": Kind(24, tokens=(20, 200)),
+    "answered whole": Kind(12, stream=False),
+    "split stream": Kind(20, SPLIT, words=(150, 600), tokens=(20, 200)),
+    "split, answered whole": Kind(8, SPLIT, stream=False, words=(150, 600)),
+    "long prompt": Kind(6, words=(3000, 8000), tokens=(4, 16)),
+    "long split prompt": Kind(4, SPLIT, words=(2000, 6000), tokens=(4, 16)),
+    "leaves before the answer": Kind(4, leaves=0.0, words=(1000, 3000)),
+    "leaves a split one before": Kind(4, SPLIT, leaves=0.0, words=(1000, 3000)),
+    "leaves within the answer": Kind(5, leaves=0.5, tokens=(40, 80)),
+    "leaves within a split one": Kind(5, SPLIT, leaves=0.5, tokens=(40, 80), words=(150, 600)),
+    "no such model": Kind(2, "whale", status=404),
+    "no such length": Kind(2, status=400, changed={"max_tokens": 0}),
+    "longer than the context": Kind(2, status=400, changed={"max_tokens": 10_000_000}),
+    "no messages": Kind(2, status=400, changed={"messages": "hello"}),
+}
+
+
+class Clients:
+    """So many users, each with one request at a time. `fates` counts by kind and fate: ok, left, refused as it should,
+    lost with its group. `unexpected` are all others, in words; `excuses` says whether a group was broken in a span."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, excuses: Callable[[str, float, float], bool]) -> None:
+        self.fates: Counter[tuple[str, str]] = Counter()
+        self.unexpected: list[str] = []
+        self._url = f"{url}/v1/chat/completions"
+        self._http = http
+        self._excuses = excuses
+        self._number = 0
+
+    async def work(self, users: int, stop: asyncio.Event, rng: Random) -> None:
+        """Until told to stop, and then to the end of the last answers."""
+        await asyncio.gather(*(self._user(stop, Random(rng.random())) for _ in range(users)))
+
+    async def _user(self, stop: asyncio.Event, rng: Random) -> None:
+        weights = [kind.weight for kind in KINDS.values()]
+        while not stop.is_set():
+            (name,) = rng.choices(list(KINDS), weights)
+            fate = await self._ask(name, KINDS[name], rng)
+            self.fates[name, fate] += 1
+            await asyncio.sleep(rng.expovariate(1 / THINKS_S))
+
+    def _body(self, kind: Kind, rng: Random) -> dict[str, Any]:
+        self._number += 1
+        told = f"question {self._number} " + "and more " * rng.randint(kind.words[0] // 2, kind.words[1] // 2)
+        body = {"model": kind.model, "stream": kind.stream, "ignore_eos": True, "max_tokens": rng.randint(*kind.tokens)}
+        return body | {"messages": [{"role": "user", "content": told}]} | dict(kind.changed)
+
+    async def _ask(self, name: str, kind: Kind, rng: Random) -> str:
+        body, began, timeline, heads = self._body(kind, rng), time.monotonic(), Timeline(), dict[str, str]()
+        headers = {
+            "x-session-id": f"s{rng.randrange(SESSIONS)}",
+            "x-slo-class": rng.choice(("standard", "batch")),
+        }
+        try:
+            async with asyncio.timeout(rng.uniform(0.0, 0.05) if kind.leaves == 0.0 else None):
+                problem = await self._read(body, headers, kind, timeline, heads)
+        except (aiohttp.ClientError, OSError) as error:
+            if kind.leaves == 0.0 and isinstance(error, TimeoutError):
+                return "left"
+            problem = repr(error)
+        if problem in ("ok", "left", "refused"):
+            return problem
+        began_to_answer = timeline.first_s is not None
+        if began_to_answer and any(self._excuses(heads.get(by, ""), began, time.monotonic()) for by in SERVED_BY):
+            return "lost with its group"
+        self.unexpected.append(f"{name}: {problem} {heads} after {time.monotonic() - began:.2f} s")
+        return "unexpected"
+
+    async def _read(
+        self, body: dict[str, Any], headers: dict[str, str], kind: Kind, timeline: Timeline, heads: dict[str, str]
+    ) -> str:
+        """Ask and read: ok, left or refused, or what is wrong with the answer."""
+        async with self._http.post(self._url, json=body, headers=headers) as answer:
+            heads.update(answer.headers)
+            if answer.status != 200 or kind.status != 200:
+                told = await answer.text()
+                return "refused" if answer.status == kind.status else f"{answer.status} {told:.300}"
+            if not kind.stream:
+                return _verdict(body, (await answer.json())["choices"][0]["message"]["content"])
+            async for piece in answer.content.iter_any():
+                timeline.feed(piece, time.monotonic())
+                if kind.leaves is not None and timeline.tokens > kind.leaves * body["max_tokens"]:
+                    answer.close()
+                    return "left"
+        if timeline.error is not None or not timeline.done:
+            return f"ended with {timeline.error or 'no [DONE]'}"
+        return _verdict(body, timeline.text)
+
+
+def _verdict(body: Mapping[str, Any], text: str) -> str:
+    """Mock groups answer a prompt with the same words always."""
+    wanted = expected_text(body, body["max_tokens"])
+    return "ok" if text == wanted else f"answered {text[-60:]!r} in place of {wanted[-60:]!r}"

@@ -1,0 +1,161 @@
+"""CPU per request and per chunk of two versions of the gateway, in paired windows that alternate.
+
+    make bench-paired BASE=main~20
+    python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--compiled]
+
+BASE and HEAD are git revisions; without --head the working tree as it stands is measured. Both
+gateways run at the same time with the same configuration, on the same core and before the same
+backend (bench/backend.c). Each pair is one window of each, in random order. The figure is the median of
+the paired ratios with its 95 % interval by order statistics, which assumes no distribution.
+Instruction counts (bench/opcodes.py) follow; other load on the machine does not disturb them.
+
+Exit status: 0 if the upper end of every interval is at most --limit (1.02), else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from cells import Measure, Pace, cpu_per_request, long_prompts, paced, streams
+from intervals import median_interval
+from systems import (
+    ROOT,
+    Running,
+    System,
+    backend,
+    backend_urls,
+    build_tools,
+    free_base,
+    penstock_command,
+    start,
+)
+
+
+@dataclass(frozen=True)
+class PairedCell:
+    """One kind of traffic: its name, the policy that serves it, and how CPU per unit is measured."""
+
+    name: str
+    policy: str
+    measure: Measure
+
+
+CELLS = (
+    PairedCell("request, round_robin", "round_robin", cpu_per_request),
+    PairedCell("request, prefix_aware", "prefix_aware", cpu_per_request),
+    PairedCell("request, 2k-token prompt", "prefix_aware", long_prompts(2_000)),
+    PairedCell("chunk, 400 streams", "round_robin", streams(400, paced(300, 10_000, 5_000), 304)),
+)
+
+
+def main() -> int:
+    """Measure every cell and print one line per cell; the exit status says whether the limit holds."""
+    options = _options()
+    build_tools()
+    base = free_base()
+    order = random.Random(options.seed)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-paired-")))
+        old = stack.enter_context(_tree(options.base, work / "old", compiled=options.compiled))
+        new = stack.enter_context(_tree(options.head, work / "new", compiled=options.compiled))
+        with backend(base):
+            highest = _compare(old, new, options, base, work, order)
+        if not options.compiled:
+            _print_instructions(old, new)
+    return 0 if highest <= options.limit else 1
+
+
+def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random) -> float:
+    """Print the ratios of all cells; the highest upper end of their intervals."""
+    pace, highest = Pace(options.window_ms, 300), 0.0
+    for policy in dict.fromkeys(cell.policy for cell in CELLS):
+        with ExitStack() as stack:
+            pair = []
+            for number, home in enumerate((old, new)):
+                command = penstock_command(policy, backend_urls(base))
+                place = work / f"{policy}-{number}"
+                place.mkdir()
+                system = System(f"tree {number}", policy, base + 101 + number, command, home)
+                pair.append(start(system, place))
+                stack.callback(pair[-1].stop)
+            for cell in (cell for cell in CELLS if cell.policy == policy):
+                figures = [_measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)]
+                highest = max(highest, _print_cell(cell, figures))
+    return highest
+
+
+def _measure_pair(
+    cell: PairedCell, pair: list[Running], pace: Pace, work: Path, order: random.Random
+) -> tuple[float, float]:
+    """CPU in us per unit of the old and of the new version, measured one after the other."""
+    turns = [0, 1]
+    order.shuffle(turns)
+    found = {turn: cell.measure(pair[turn], pace, work)["cpu"] for turn in turns}
+    return found[0], found[1]
+
+
+def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
+    low, middle, high = median_interval([new / old for old, new in figures])
+    old, new = (median(values) for values in zip(*figures, strict=True))
+    print(
+        f"{cell.name:28} old {old:7.2f}  new {new:7.2f} us  "
+        f"ratio {middle:.3f}  95 % interval {low:.3f} to {high:.3f}  ({len(figures)} pairs)",
+        flush=True,
+    )
+    return high
+
+
+@contextmanager
+def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
+    """The sources of a revision, or the working tree for None; compiled into `place` if asked for."""
+    home = ROOT
+    if revision is not None:
+        home = place
+        _git("worktree", "add", "--quiet", "--detach", str(place), revision)
+    try:
+        if not compiled:
+            yield home
+            return
+        built = place.with_name(f"{place.name}-compiled")
+        command = [sys.executable, str(home / "deploy" / "compile.py"), str(built)]
+        subprocess.run(command, check=True, cwd=home)
+        yield built
+    finally:
+        if revision is not None:
+            _git("worktree", "remove", "--force", str(place))
+
+
+def _git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], check=True, cwd=ROOT)
+
+
+def _print_instructions(*homes: Path) -> None:
+    """The output of each tree's own bench/opcodes.py."""
+    for name, home in zip(("old", "new"), homes, strict=True):
+        print(f"instructions, {name}:", flush=True)
+        subprocess.run([sys.executable, "bench/opcodes.py"], check=True, cwd=home)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="paired.py", description="Compare the CPU of two versions of the gateway.")
+    parser.add_argument("base", help="git revision to compare with")
+    parser.add_argument("--head", help="git revision to measure (the working tree)")
+    parser.add_argument("--pairs", type=int, default=24, help="windows of each version per cell")
+    parser.add_argument("--window-ms", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1, help="of the order within pairs")
+    parser.add_argument("--limit", type=float, default=1.02, help="greatest upper end of an interval")
+    parser.add_argument("--compiled", action="store_true", help="compile both versions first")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`make bench`: penstock, compiled and not, and sglang-router, vllm-router and nginx on the same backend and load.
+
+Systems are measured in alternation, in a new random order for every round and cell, so that whatever else the machine
+does falls on all of them alike. The gateway has one core to itself, load and backend the other. docs/performance.md
+says what the numbers mean.
+
+    python bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells words] [--rate R] [--seed S]
+                                [--sources-only] [--json] [--out FILE] [--write-docs] [--check]
+
+Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from cells import Cell, Pace, all_cells, half_load_rate
+from systems import (
+    OURS,
+    ROOT,
+    SOURCES,
+    NotMeasurable,
+    Running,
+    System,
+    all_systems,
+    backend,
+    build_tools,
+    compile_penstock,
+    free_base,
+    how_built,
+    install_nginx,
+    install_peers,
+    start,
+    start_afresh,
+)
+from table import Results, as_json, markdown, verdicts, write_docs
+
+
+def main() -> int:
+    """Installs, starts, measures, shows."""
+    options = _options()
+    build_tools()
+    install_nginx()
+    missing = install_peers() | _compile(options)
+    base = free_base()
+    wanted = [
+        s for s in all_systems(base) if s.name not in missing and (not options.systems or s.name in options.systems)
+    ]
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
+        stack.enter_context(backend(base))
+        results = Results([], problems=dict(missing))
+        fleet = _start_all(wanted, work, results, stack)
+        results.settings = {"rounds": options.rounds, "quick": options.quick, "seed": options.seed}
+        results.settings["built"] = how_built(compiled=OURS in {system.name for system in wanted})
+        _measure_all(fleet, options, work, results)
+    return _show(results, options)
+
+
+def _compile(options: argparse.Namespace) -> dict[str, str]:
+    if options.sources_only:
+        return {OURS: "--sources-only"}
+    return compile_penstock() if not options.systems or OURS in options.systems else {}
+
+
+def _start_all(wanted: list[System], work: Path, results: Results, stack: ExitStack) -> dict[str, Running]:
+    fleet: dict[str, Running] = {}
+    for system in wanted:
+        _say(f"starting {system.key}")
+        try:
+            running = start(system, work)
+        except NotMeasurable as error:
+            results.problems[system.key] = str(error)
+            _say(f"  not measured: {error}")
+            continue
+        stack.callback(running.stop)
+        fleet[system.key] = running
+    return fleet
+
+
+def _measure_all(fleet: dict[str, Running], options: argparse.Namespace, work: Path, results: Results) -> None:
+    rate = options.rate or _half_load(fleet, work)
+    cells = [cell for cell in all_cells(rate) if any(options.cells in row.name for row in cell.rows)]
+    results.rows = [row for cell in cells for row in cell.rows]
+    results.settings["half_load_streams_per_s"] = rate
+    order = random.Random(options.seed)
+    pace = Pace(1200, 300) if options.quick else Pace()
+    for turn in range(options.rounds):
+        for cell in cells:
+            names = [(name, policy) for name, policy in cell.policies.items() if f"{name}/{policy}" in fleet]
+            order.shuffle(names)
+            for name, policy in names:
+                _say(f"round {turn + 1}/{options.rounds}: {cell.rows[0].name}: {name}")
+                _measure(cell, fleet[f"{name}/{policy}"], pace, work, results)
+
+
+def _half_load(fleet: dict[str, Running], work: Path) -> float:
+    """From our own gateway, else (where it is not measured) from a peer: the same rate is then put to every system."""
+    for key in (f"{OURS}/round_robin", f"{SOURCES}/round_robin", "sglang-router/round_robin", "nginx/round_robin"):
+        if key in fleet:
+            return half_load_rate(fleet[key], work)
+    return 1000.0
+
+
+def _measure(cell: Cell, running: Running, pace: Pace, work: Path, results: Results) -> None:
+    system = running.system
+    try:
+        subject = start_afresh(system, work) if cell.fresh else running
+        try:
+            numbers = cell.measure(subject, pace, work)
+        finally:
+            if subject is not running:
+                subject.stop()
+    except NotMeasurable as error:
+        results.problems[f"{system.name}, {cell.rows[0].name}"] = str(error)
+        _say(f"  not measured: {error}")
+        return
+    if "others" in numbers:
+        results.others.append(numbers["others"])
+    for row in cell.rows:
+        results.add(row, system.name, numbers[row.metric])
+
+
+def _show(results: Results, options: argparse.Namespace) -> int:
+    text = json.dumps(as_json(results), indent=2)
+    if options.out:
+        Path(options.out).write_text(text + "\n")
+    if options.write_docs:
+        write_docs(ROOT / "docs" / "performance.md", results)
+    print(text if options.json else markdown(results))
+    judged = verdicts(results)
+    return 1 if options.check and (not judged or any(not verdict.met for verdict in judged)) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="peers.py", description="Compare penstock with other gateways on this machine."
+    )
+    parser.add_argument("--quick", action="store_true", help="three rounds with short windows")
+    parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
+    parser.add_argument("--sources-only", action="store_true", help="compile nothing: judge the sources as they are")
+    parser.add_argument("--seed", type=int, default=1, help="of the order in which systems are measured")
+    parser.add_argument("--systems", type=lambda text: text.split(","), help="only these, comma-separated")
+    parser.add_argument("--cells", default="", help="only rows whose name holds these words")
+    parser.add_argument("--rate", type=float, help="streams/s of the half-load rows, instead of finding it")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", help="write the JSON here as well")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--check", action="store_true", help="end with 1 when a goal is missed")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else 5)
+    return options
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What splitting costs the gateway: its CPU for a split request beside that for the same request served whole.
+
+    make bench-split
+    python bench/split.py --rounds 3 --window-ms 800
+
+One gateway process with two models on the same static engines (bench/backend.c), which answer a prefill as vLLM's NIXL
+connector does: one model is split, the other is not. Windows of both alternate, so that whatever else the machine does
+falls on both; ratios are taken within a round and their median counts. First the instructions of the interpreter are
+counted (bench/opcodes.py), which nothing disturbs: they tell of Python alone, not of the kernel's share or of C. Not of
+streams: how many of their chunks are read at once is chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+from cells import Pace, drive, write_bodies
+from opcodes import median_call
+from systems import (
+    ADMIN,
+    MODEL,
+    NotMeasurable,
+    Running,
+    System,
+    backend,
+    backend_urls,
+    build_tools,
+    free_base,
+    start,
+)
+
+GOAL = 2.2
+SPLIT = "bench-split"
+Command = Callable[[Path, int], list[str]]
+WORDS = "How does a water wheel work? "
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of request: its prompt, and whether its answer is streamed."""
+
+    name: str
+    prompt: str
+    stream: bool = False
+
+    def body(self, model: str) -> bytes:
+        content = f"################ {self.prompt}"
+        made: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+        if self.stream:
+            made |= {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps(made, separators=(",", ":")).encode()
+
+
+KINDS = (
+    Kind("short prompt, plain answer", WORDS),
+    Kind("2,500 words, plain answer", WORDS * 417),
+    Kind("short prompt, stream of 64 chunks", WORDS + "@bench chunks=64 every_us=2000 first_us=1000@", stream=True),
+)
+
+
+def main() -> None:
+    """Prints instructions and then µs by kind of request: whole, split, their ratio; for plain answers the goal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--window-ms", type=int, default=1000)
+    asked = parser.parse_args()
+    build_tools()
+    base, pace = free_base(), Pace(asked.window_ms, 150)
+    with tempfile.TemporaryDirectory() as place, backend(base):
+        work, command = Path(place), _command(backend_urls(base))
+        for kind in KINDS:
+            if not kind.stream:
+                bodies_of = [kind.body(model) for model in (MODEL, SPLIT)]
+                counts = [uvloop.run(_instructions(command, work, base + 100, body)) for body in bodies_of]
+                _print(kind, "instructions", [tuple(counts)])
+        running = start(System("penstock", "split", base + 100, command), work)
+        try:
+            for kind in KINDS:
+                bodies = {model: write_bodies(work / model, [kind.body(model)]) for model in (MODEL, SPLIT)}
+                rounds = [tuple(_cpu_us(running, pace, bodies[model]) for model in bodies) for _ in range(asked.rounds)]
+                _print(kind, "us", rounds)
+        finally:
+            running.stop()
+
+
+def _command(urls: list[str]) -> Command:
+    def command(work: Path, port: int) -> list[str]:
+        config = work / "penstock.yaml"
+        roles = ("prefill", "prefill", "decode", "decode")
+        endpoints = "".join(
+            f"      - {{url: {url}, role: {role}, max_concurrency: 8192}}\n"
+            for url, role in zip(urls, roles, strict=True)
+        )
+        config.write_text(
+            f"version: 1\n"
+            f"listeners:\n  api: {{port: {port}}}\n  admin: {{port: {port + ADMIN}}}\n"
+            f"models:\n  - {{name: {MODEL}, pool: main}}\n"
+            f"  - {{name: {SPLIT}, pool: main, split: {{dialect: vllm_nixl, threshold_tokens: 1}}}}\n"
+            f"pools:\n  main:\n    endpoints:\n{endpoints}"
+            f"observability:\n  access_log: {work / 'access'}\n"
+        )
+        return [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
+
+    return command
+
+
+async def _instructions(command: Command, work: Path, port: int, body: bytes) -> float:
+    """Of one such request, the median."""
+    return float((await median_call(Path(command(work, port)[-1]), port, [body])).total)
+
+
+def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
+    """µs of gateway CPU per request of this model."""
+    report = drive(running, pace, bodies, mode="closed", connections=16)
+    if not report["requests"]:
+        raise NotMeasurable("no request was answered in a whole window")
+    return float(report["cpu_s"]) / report["requests"] * 1e6
+
+
+def _print(kind: Kind, unit: str, rounds: list[tuple[float, ...]]) -> None:
+    whole, split = (median(each) for each in zip(*rounds, strict=True))
+    ratio = median(split / whole for whole, split in rounds)
+    goal = "" if kind.stream else f"  goal <= {GOAL}: {'met' if ratio <= GOAL else 'MISSED'}"
+    print(f"{kind.name:34} whole {whole:7.0f}  split {split:7.0f} {unit:12}  ratio {ratio:.2f}{goal}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

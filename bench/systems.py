@@ -1,0 +1,383 @@
+"""The systems under comparison: how each is installed, configured, started, pinned and found in /proc.
+
+Not here: what is measured on them (bench/cells.py) and how it is shown (bench/table.py). Everything listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BIN = HERE / "bin"
+PEERS_VENV = ROOT / ".venv-peers"
+PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
+
+GATEWAY_CORE, LOAD_CORE = 0, 1
+BACKENDS = 4
+COMPILED = ROOT / "build" / "compiled"
+OURS, SOURCES = "penstock", "penstock sources"
+ADMIN, AFRESH = 100, 50  # offsets of a system's port for its metrics, and for a second process of it
+MODEL = "bench-model"
+
+
+class NotMeasurable(Exception):
+    """A system could not be installed or started; the comparison goes on without it and says so."""
+
+
+_ANY_CERTIFICATE = ssl.create_default_context()
+_ANY_CERTIFICATE.check_hostname = False
+_ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
+
+
+@dataclass(frozen=True)
+class System:
+    """One gateway with one policy: a name for the table, a port, how to start it in a work directory, its own place."""
+
+    name: str
+    policy: str
+    port: int
+    command: Callable[[Path, int], list[str]]
+    home: Path = ROOT
+    scheme: str = "http"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}/{self.policy}"
+
+
+def free_base() -> int:
+    """The first of a few round port numbers from which the backend's ports are free; the systems' follow 100 above."""
+    for base in range(19000, 26000, 1000):
+        try:
+            for port in range(base, base + BACKENDS):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return base
+    raise SystemExit("peers.py finds no free ports from 19000 to 25000")
+
+
+def backend_urls(base: int) -> list[str]:
+    """The static TP groups that every system serves."""
+    return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Files of a certificate and its key, for a listener with TLS."""
+
+    certificate: Path
+    key: Path
+
+
+def penstock_command(policy: str, urls: list[str], tls: Certificate | None = None) -> Callable[[Path, int], list[str]]:
+    """How to start our gateway with this policy before these endpoints."""
+    section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
+
+    def command(work: Path, port: int) -> list[str]:
+        config = work / f"penstock-{port}.yaml"
+        endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in urls)
+        config.write_text(
+            f"version: 1\n"
+            f"listeners:\n  api: {{port: {port}{section}}}\n  admin: {{port: {port + ADMIN}}}\n"
+            f"models:\n  - {{name: {MODEL}, pool: main}}\n"
+            f"pools:\n  main:\n    policy: {policy}\n    endpoints:\n{endpoints}"
+            f"observability:\n  access_log: {work / f'penstock-{port}.access'}\n"
+        )
+        return [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
+
+    return command
+
+
+def _router(module: str, policy: str, quiet: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+    def command(work: Path, port: int) -> list[str]:
+        return [
+            *(str(PEERS_VENV / "bin" / "python"), "-m", module),
+            *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls),
+            *("--policy", policy, "--prometheus-port", str(port + ADMIN), "--log-level", quiet),
+            *("--max-concurrent-requests", "20000", "--queue-size", "20000", "--worker-startup-check-interval", "1"),
+        ]
+
+    return command
+
+
+def nginx_command(urls: list[str], work: Path, port: int, tls: Certificate | None = None) -> list[str]:
+    """How to start nginx as a proxy before these endpoints."""
+    work = work / f"nginx-{port}"
+    work.mkdir(exist_ok=True)
+    encrypt = ""
+    if tls is not None:
+        encrypt = f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; ssl_protocols TLSv1.2 TLSv1.3;"
+    servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
+    config = work / "nginx.conf"
+    temp = "\n".join(
+        f"  {kind}_temp_path {work / kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    config.write_text(f"""
+worker_processes 1;
+daemon off;
+pid {work / "nginx.pid"};
+error_log {work / "nginx.err"} error;
+worker_rlimit_nofile 20000;
+events {{ worker_connections 9000; }}
+http {{
+  access_log off;
+{temp}
+  client_max_body_size 64m;
+  client_body_buffer_size 1m;
+  tcp_nodelay on;
+  keepalive_requests 1000000000;
+  upstream groups {{
+{servers}
+    keepalive 1024;
+    keepalive_requests 1000000000;
+  }}
+  server {{
+    listen 127.0.0.1:{port} backlog=4096{" ssl" if tls is not None else ""};
+    {encrypt}
+    location / {{
+      proxy_pass http://groups;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+    }}
+  }}
+}}
+""")
+    return [nginx_binary(), "-c", str(config), "-e", str(work / "nginx.err"), "-p", str(work)]
+
+
+def all_systems(base: int) -> list[System]:
+    """Every gateway with every policy that some cell asks for; `direct` is the backend itself. Ours is there twice:
+    compiled, as the image has it, and from the sources."""
+    sglang, vllm = "sglang_router.launch_router", "vllm_router.launch_router"
+    urls = backend_urls(base)
+    return [
+        System("direct", "none", base, lambda work, port: []),
+        System("nginx", "round_robin", base + 100, partial(nginx_command, urls)),
+        System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
+        System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
+        System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
+        System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
+        System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
+        System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
+        System(SOURCES, "round_robin", base + 107, penstock_command("round_robin", urls)),
+        System(SOURCES, "prefix_aware", base + 108, penstock_command("prefix_aware", urls)),
+    ]
+
+
+# ---- building and installing ----
+
+
+def compile_penstock() -> dict[str, str]:
+    """Compiles our hot path as the image does, from the sources as they are now. Name -> reason where that fails."""
+    command = [sys.executable, str(ROOT / "deploy" / "compile.py"), str(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+
+
+def how_built(*, compiled: bool) -> str:
+    """For whoever reads the table: what our columns are."""
+    if not compiled:
+        return f"{SOURCES} is not compiled"
+    compiler = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return f"{OURS} is compiled by Cython {version_of('cython')} and {compiler}; {SOURCES} is not"
+
+
+def build_tools() -> None:
+    """Compiles backend and load into bin/ when their sources are newer."""
+    BIN.mkdir(exist_ok=True)
+    for tool in ("backend", "load"):
+        made, sources = BIN / tool, (HERE / f"{tool}.c", HERE / "wire.h")
+        if made.exists() and all(made.stat().st_mtime > source.stat().st_mtime for source in sources):
+            continue
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise SystemExit("peers.py needs a C compiler (cc or gcc) for its backend and load generator")
+        subprocess.run([compiler, "-O2", "-std=gnu11", "-o", str(made), str(sources[0])], check=True)
+
+
+def install_peers() -> dict[str, str]:
+    """Puts the routers into a venv of their own. Returns name -> reason for those that cannot be had."""
+    python = PEERS_VENV / "bin" / "python"
+    if not python.exists():
+        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True)
+    missing: dict[str, str] = {}
+    for name, version in PEERS.items():
+        module = name.replace("-", "_")
+        wanted = f"import importlib.metadata as m, {module}; assert m.version({name!r}) == {version!r}"
+        if subprocess.run([str(python), "-c", wanted], capture_output=True, check=False).returncode == 0:
+            continue
+        pip = [str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}"]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if done.returncode:
+            missing[name] = f"pip cannot install {name}=={version}: {done.stderr.strip().splitlines()[-1:]}"
+    return missing
+
+
+def nginx_binary() -> str:
+    """The nginx to measure; raises NotMeasurable where there is none."""
+    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+    if found is None:
+        raise NotMeasurable("nginx is not installed (apt-get install nginx-light)")
+    return found
+
+
+def install_nginx() -> None:
+    """Tries the system's package manager once, where it may be used without asking."""
+    if shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin") or os.geteuid() != 0:
+        return
+    if shutil.which("apt-get"):
+        command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "nginx-light"]
+        subprocess.run(
+            command, capture_output=True, check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        )
+
+
+# ---- running ----
+
+
+def pinned(core: int, command: list[str]) -> list[str]:
+    """The command on one core, where the machine has a second one for everything else."""
+    if shutil.which("taskset") is None or (os.cpu_count() or 1) < 2:
+        return command
+    return ["taskset", "-c", str(core), *command]
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Processor time of some processes so far, threads that have ended included (CPUCLOCK_SCHED of each process)."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def core_busy_s(core: int) -> float:
+    """Processor time that anybody has used on a core so far: all of /proc/stat but idle and waiting for disks."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith(f"cpu{core} "):
+            ticks = [int(field) for field in line.split()[1:9]]
+            return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def rss_bytes(pids: list[int]) -> int:
+    """Resident memory of some processes together."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Running:
+    """A started system and the processes it consists of."""
+
+    system: System
+    process: subprocess.Popen[bytes] | None
+
+    @property
+    def pids(self) -> list[int]:
+        return process_tree(self.process.pid) if self.process else []
+
+    def stop(self) -> None:
+        """Ends it politely, then firmly."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            for pid in reversed(self.pids):
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait(5)
+
+
+def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
+    """Starts a system on the gateway's core and waits until it serves; otherwise NotMeasurable, with its log's end."""
+    command = system.command(work, system.port)
+    if not command:
+        return Running(system, None)
+    log = work / f"{system.name}-{system.policy}.log"
+    # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env)
+    running = Running(system, process)
+    try:
+        _await_service(running, time.monotonic() + wait_s)
+    except NotMeasurable as error:
+        running.stop()
+        tail = log.read_text(errors="replace").strip().splitlines()[-3:]
+        raise NotMeasurable(f"{error}; its log ends: {' | '.join(tail)}") from None
+    return running
+
+
+def start_afresh(system: System, work: Path) -> Running:
+    """A second, new process of a system that is running already, beside it."""
+    beside = work / "afresh"
+    beside.mkdir(exist_ok=True)
+    return start(replace(system, port=system.port + AFRESH), beside)
+
+
+def _await_service(running: Running, deadline: float) -> None:
+    """Until twenty requests in a row are answered: a router may be up before it knows all its endpoints."""
+    in_a_row = 0
+    while in_a_row < 20:
+        if running.process is not None and running.process.poll() is not None:
+            raise NotMeasurable(f"{running.system.key} ended with status {running.process.returncode}")
+        if time.monotonic() > deadline:
+            raise NotMeasurable(f"{running.system.key} did not serve in time")
+        if _answers(running.system):
+            in_a_row += 1
+        else:
+            in_a_row = 0
+            time.sleep(0.2)
+
+
+def _answers(system: System) -> bool:
+    body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"ready?"}}]}}'.encode()
+    request = urllib.request.Request(f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body)
+    request.add_header("content-type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=2, context=_ANY_CERTIFICATE) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def backend(base: int) -> Iterator[None]:
+    """The static TP groups, on the load generator's core."""
+    command = [str(BIN / "backend"), "--port", str(base), "--ports", str(BACKENDS)]
+    process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise SystemExit(f"the backend could not listen on {base}..{base + BACKENDS - 1}")
+        yield
+    finally:
+        process.terminate()
+        process.wait(5)

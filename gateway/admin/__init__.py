@@ -1,0 +1,1 @@
+"""The admin HTTP server: authentication, configuration pages, metrics, and the live view."""

@@ -1,0 +1,219 @@
+"""The admin server's configuration pages: the configuration in force, its history, and changes.
+
+Lives here: the translation of HTTP requests to reload triggers and of outcomes to responses. Not
+here: authentication (auth.py) and the reload itself (reloader.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from time import time
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
+
+from gateway.admin.auth import is_supervisor
+from gateway.config import Loaded, Problem
+from gateway.config.diff import Change, shown
+from gateway.config.tls_files import certificates
+from gateway.config.yaml_source import FILE_CAP_BYTES
+from gateway.reload.auto_rollback import tallied
+from gateway.reload.history import Version
+from gateway.reload.reloader import ChangeOptions, Outcome, Rejection, Reloader
+
+if TYPE_CHECKING:
+    from gateway.live.target import AdminTarget
+
+STATUS: Mapping[str, int] = MappingProxyType(
+    {
+        "applied": 200,
+        "unchanged": 200,
+        "dry_run": 200,
+        "rejected": 400,
+        "nothing": 409,
+        "conflict": 412,
+    }
+)
+
+
+def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+    """Add the routes below /config for a gateway without workers."""
+    reloader = target.reloader
+
+    async def read(_: web.Request) -> web.Response:
+        snapshot = target.gateway.snapshot
+        state = _state(reloader) | {
+            "shared": target.shared_state(),
+            "file_differs": await asyncio.to_thread(reloader.file_differs),
+            "certificates": await asyncio.to_thread(_certificates, reloader.running),
+            "generation": snapshot.generation,
+            "models": sorted(snapshot.routes),
+            "unlisted": dict(sorted(snapshot.unlisted.items())),
+            "retiring": target.swap.retiring,
+            "config": shown(reloader.running),
+        }
+        return web.json_response(state, headers={"ETag": reloader.version.etag})
+
+    async def versions(_: web.Request) -> web.Response:
+        newest_first = [_version(version) for version in reversed(reloader.versions.all())]
+        reply = {"applied": reloader.version.number, "versions": newest_first}
+        return web.json_response(reply)
+
+    async def tally(_: web.Request) -> web.Response:
+        count = tallied(target.metrics)
+        return web.json_response({"ended": count.ended, "failed": count.failed})
+
+    async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
+        if_match = headers.get("If-Match")
+        return _response(await reloader.put(text, "admin", if_match=if_match, options=options))
+
+    async def reload(options: ChangeOptions) -> web.Response:
+        return _response(await reloader.reload("command", options))
+
+    async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
+        return _response(await reloader.rollback(to, options=options))
+
+    routes.add_get("/config", read)
+    routes.add_get("/config/versions", versions)
+    routes.add_get("/config/tally", tally)
+    add_changes(routes, put, reload, rollback)
+
+
+def add_changes(
+    routes: web.UrlDispatcher,
+    put: Callable[[bytes, Mapping[str, str], ChangeOptions], Awaitable[web.Response]],
+    reload: Callable[[ChangeOptions], Awaitable[web.Response]],
+    rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
+) -> None:
+    """Add the routes that change the configuration, for a gateway or a supervisor.
+
+    put       called with the text, the request's headers and the options
+    rollback  called with a version's number, or None for the version before
+    """
+
+    async def on_put(request: web.Request) -> web.Response:
+        try:
+            text = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
+        except (RequestPayloadError, ConnectionError):
+            return _malformed("the text is incomplete, or not encoded as its headers say")
+        return await put(text, request.headers, _options(request))
+
+    async def on_reload(request: web.Request) -> web.Response:
+        return await reload(_options(request))
+
+    async def on_rollback(request: web.Request) -> web.Response:
+        to = request.query.get("to")
+        if to is not None and not (to.isascii() and to.isdigit() and len(to) < 10):
+            return _malformed("to= must be the number of a version")
+        return await rollback(int(to) if to is not None else None, _options(request))
+
+    routes.add_put("/config", on_put)
+    routes.add_post("/config/reload", on_reload)
+    routes.add_post("/config/rollback", on_rollback)
+
+
+def _malformed(message: str, status: int = 400) -> web.Response:
+    """Return a rejection in the shape of all outcomes."""
+    reply = {
+        "result": "rejected",
+        "message": message,
+        "changes": [],
+        "problems": [],
+        "needs_restart": [],
+    }
+    return web.json_response(reply, status=status)
+
+
+def _options(request: web.Request) -> ChangeOptions:
+    return ChangeOptions(
+        dry_run=_has_flag(request, "dry_run"),
+        noted=_has_flag(request, "noted"),
+        force=_has_flag(request, "force"),
+        kept=_has_flag(request, "kept") and is_supervisor(request),
+    )
+
+
+def _has_flag(request: web.Request, flag: str) -> bool:
+    return request.query.get(flag, "0").lower() not in ("0", "false", "no")
+
+
+def _state(reloader: Reloader) -> dict[str, Any]:
+    return {
+        "version": reloader.version.number,
+        "applied": _version(reloader.version),
+        "last_error": _rejection(reloader.last_error),
+        "needs_restart": list(reloader.needs_restart),
+    }
+
+
+def _certificates(loaded: Loaded) -> list[dict[str, Any]]:
+    """Return the expiry of each certificate file, and why it is refused now, if it is."""
+    return [
+        {
+            "path": certificate.path,
+            "file": loaded.resolved.hide(certificate.file),
+            "not_after": _time(certificate.not_after),
+            "problem": certificate.doubt,
+        }
+        for certificate in certificates(loaded.config, time())
+    ]
+
+
+def _response(outcome: Outcome) -> web.Response:
+    reply = {
+        "result": outcome.result,
+        "message": outcome.message,
+        "version": outcome.version.number,
+        "changes": [_change(change) for change in outcome.changes],
+        "problems": [_problem(problem) for problem in outcome.problems],
+        "needs_restart": list(outcome.needs_restart),
+        "affected": outcome.affected,
+        "took_ms": round(outcome.took_s * 1000, 3),
+    }
+    headers = {"ETag": outcome.version.etag}
+    return web.json_response(reply, status=STATUS[outcome.result], headers=headers)
+
+
+def _version(version: Version) -> dict[str, Any]:
+    """Return a version without its text, which may contain a secret."""
+    return {
+        "version": version.number,
+        "hash": version.hash,
+        "etag": version.etag,
+        "at": _time(version.at),
+        "source": version.trigger,
+        "file": version.file,
+        "changes": [_change(change) for change in version.changes],
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "path": change.path,
+        "before": change.before,
+        "after": change.after,
+        "text": str(change),
+    }
+
+
+def _rejection(rejection: Rejection | None) -> dict[str, Any] | None:
+    if rejection is None:
+        return None
+    problems = [_problem(problem) for problem in rejection.problems]
+    return {"at": _time(rejection.at), "source": rejection.trigger, "problems": problems}
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    fields = {name: getattr(problem, name) for name in problem.__struct_fields__}
+    return fields | {"text": str(problem)}
+
+
+def _time(seconds: float) -> str:
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return text.replace("+00:00", "Z")

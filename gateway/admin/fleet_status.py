@@ -1,0 +1,188 @@
+"""The state of a gateway at one moment: configuration, pools, endpoints and pairs, as plain values.
+
+Together with a metric sample it is the complete input of a live view. The gateway makes both; with
+several workers the supervisor merges those of each.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.fleet.speed_monitor import describe
+
+if TYPE_CHECKING:
+    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from gateway.live.target import AdminTarget
+
+VERSIONS_SHOWN = 6
+HIDDEN_LABELS = frozenset({"chaos"})
+DRAINED = frozenset({"draining", "drained"})
+"""States of endpoints that an operator has drained."""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Handoffs from one prefill to one decode endpoint: counts, times and the transport.
+
+    `newest_s` holds the seconds that each of the newest handoffs took, of all workers.
+    """
+
+    served: int
+    failed: int
+    mean_s: float | None
+    newest_s: tuple[float, ...]
+    transport: str | None
+
+    @property
+    def p95_s(self) -> float | None:
+        """The 95th percentile of the newest handoff times; None before the first handoff."""
+        ordered = sorted(self.newest_s)
+        return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """The state that no metric sample contains; rows are as the view shows them.
+
+    promises              (TTFT, TPOT) SLO in seconds by service class
+    standard              the service class of requests that name none
+    endpoints             rows without the values of the last minute
+    handoffs_in_progress  KV transfers that have started and not ended
+    active_requests       requests that are being served
+    config_problem        first problem of the last configuration; None if it was accepted
+    shared_state          state of the exchange with other gateways; None without one
+    unlisted              by model name, why a configured model is not served: no endpoint lists it
+    """
+
+    config: dict[str, Any]
+    promises: dict[str, tuple[float, float]]
+    standard: str
+    pools: list[dict[str, Any]]
+    endpoints: list[dict[str, Any]]
+    pairs: dict[tuple[str, str], Pair]
+    handoffs_in_progress: int
+    active_requests: int
+    config_problem: str | None
+    shared_state: dict[str, Any] | None = None
+    unlisted: dict[str, str] = {}
+
+
+def stand(target: AdminTarget, now: float) -> Standing:
+    """Return the state of the gateway now."""
+    slos, handoffs, error = (
+        target.gateway.snapshot.config.slo,
+        target.gateway.handoffs,
+        target.reloader.last_error,
+    )
+    return Standing(
+        config=_config(target),
+        promises={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
+        standard=slos.default,
+        pools=_pools(target),
+        endpoints=[
+            _static_row(live) | _load_row(live, now) for live in target.gateway.endpoints.all()
+        ],
+        pairs={
+            names: Pair(
+                pair.served, pair.failed, pair.handoff_s, tuple(pair.newest_s), pair.transport
+            )
+            for names, pair in handoffs.pairs.items()
+        },
+        handoffs_in_progress=handoffs.under_way,
+        active_requests=target.gateway.gate.active,
+        config_problem=None if error is None else str(error.problems[0]),
+        shared_state=target.shared_state(),
+        unlisted=dict(target.gateway.snapshot.unlisted),
+    )
+
+
+def _config(target: AdminTarget) -> dict[str, Any]:
+    reloader = target.reloader
+    error = reloader.last_error
+    newest_first = list(reversed(reloader.versions.all()))[:VERSIONS_SHOWN]
+    return {
+        "version": reloader.version.number,
+        "hash": reloader.version.hash,
+        "needs_restart": list(reloader.needs_restart),
+        "rejected": None if error is None else [str(problem) for problem in error.problems][:3],
+        "draining": target.draining,
+        "versions": [
+            {
+                "version": version.number,
+                "at": datetime.fromtimestamp(version.at, UTC).isoformat(timespec="seconds"),
+                "source": version.trigger,
+                "hash": version.hash,
+                "changes": [str(change) for change in version.changes][:4],
+            }
+            for version in newest_first
+        ],
+    }
+
+
+def _pools(target: AdminTarget) -> list[dict[str, Any]]:
+    snapshot = target.gateway.snapshot
+    queues = {queue.name: queue for queue in target.gateway.gate.rooms()}
+    rows = []
+    for name, pool in snapshot.config.pools.items():
+        queue = queues.get(name)
+        rows.append(
+            {
+                "name": name,
+                "policy": pool.policy.name,
+                "admission": pool.admission.name,
+                "models": sorted(
+                    {route.name for route in snapshot.routes.values() if route.pool == name}
+                ),
+                "in_flight": queue.in_flight if queue is not None else 0,
+                "waiting": queue.waiting if queue is not None else 0,
+                "price": round(queue.price, 4) if queue is not None else 0.0,
+            }
+        )
+    return rows
+
+
+def _static_row(live: LiveEndpoint) -> dict[str, Any]:
+    endpoint, layout = live.endpoint, live.endpoint.layout
+    sizes = [
+        f"{name}{size}" for name in ("tp", "pp", "ep", "dp") if (size := getattr(layout, name)) > 1
+    ]
+    return {
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "pool": endpoint.pool,
+        "role": str(endpoint.role),
+        "engine": str(endpoint.engine),
+        "layout": " ".join(sizes) or "tp1",
+        "labels": {
+            name: value for name, value in endpoint.labels.items() if name not in HIDDEN_LABELS
+        },
+        "max_concurrency": endpoint.max_concurrency,
+    }
+
+
+def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
+    load, health = live.load, live.health
+    return {
+        "state": state_of(live),
+        "cause": None if health.cause is None else str(health.cause),
+        "slow": None if live.speed.slowness is None else describe(live.speed.slowness),
+        "since_s": round(now - health.since, 1) if health.since else None,
+        "available": load.available,
+        "silence_s": round(live.upstream.silence_s(now), 2),
+        "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 1),
+        "in_flight": load.in_flight,
+        "waiting": load.waiting,
+        "kv": None if load.kv_usage is None else round(load.kv_usage, 4),
+        "backlog_tokens": load.prefill_tokens,
+        "backlog_s": round(max(0.0, load.ready_at - now), 3),
+    }
+
+
+def state_of(live: LiveEndpoint) -> str:
+    """Return leaving, draining, drained, or the health state: up, returning, ejected, dead."""
+    if live.leaving:
+        return "leaving"
+    if live.drained and live.load.in_flight:
+        return "draining"
+    return "drained" if live.drained else str(live.health.state)

@@ -1,0 +1,86 @@
+"""KV flow in the live view: handoffs between prefill and decode endpoints, and their bytes.
+
+The gateway does not see KV itself. A decode engine may report the bytes that it has received (vLLM
+does); they are divided among its pairs in proportion to the prompt tokens transferred.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.admin.fleet_status import Standing
+from gateway.admin.metric_samples import Mark, rate
+from gateway.metrics.quantile_sketch import rounded
+
+Names = tuple[str, str]
+NO_HANDOFFS = (0, 0, 0)
+
+
+def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
+    """Return the rates of every pair that has had a handoff, and the bytes per second by transport.
+
+    What an engine does not report is None.
+    """
+    per_s, moved = rate(now, soon), shared(now, soon)
+    transports: defaultdict[str, float] = defaultdict(float)
+    pairs = []
+    for pair, status in sorted(standing.pairs.items()):
+        served, failed, _ = soon.pairs.get(pair, NO_HANDOFFS)
+        kv_bytes = moved.get(pair)
+        if kv_bytes is not None and status.transport is not None:
+            transports[status.transport] += kv_bytes
+        pairs.append(
+            {
+                "prefill": pair[0],
+                "decode": pair[1],
+                "per_s": per_s(status.served - served),
+                "failed_per_s": per_s(status.failed - failed),
+                "served": status.served,
+                "failed": status.failed,
+                "mean_s": rounded(status.mean_s),
+                "p95_s": rounded(status.p95_s),
+                "transport": status.transport,
+                "kv_bytes_per_s": None if kv_bytes is None else per_s(kv_bytes),
+            }
+        )
+    by_transport = {name: per_s(kv_bytes) for name, kv_bytes in sorted(transports.items())}
+    return {
+        "pairs": pairs,
+        "under_way": standing.handoffs_in_progress,
+        "kv_bytes_per_s": by_transport,
+    }
+
+
+def shared(now: Mark, soon: Mark) -> dict[Names, float]:
+    """Return the KV bytes transferred between two samples, by (prefill, decode) pair.
+
+    The bytes of a decode endpoint are divided by the prompt tokens of its pairs. Pairs of an
+    endpoint that does not report bytes are left out.
+    """
+    growth = received(now.received, soon.received)
+    tokens = {
+        names: counts[2] - soon.pairs.get(names, NO_HANDOFFS)[2]
+        for names, counts in now.pairs.items()
+    }
+    of_decoder: Counter[str] = Counter()
+    for (_, decode), count in tokens.items():
+        of_decoder[decode] += count
+    return {
+        (prefill, decode): growth[decode] * count / of_decoder[decode] if count else 0.0
+        for (prefill, decode), count in tokens.items()
+        if decode in growth
+    }
+
+
+def received(now: Mapping[str, int], soon: Mapping[str, int]) -> dict[str, int]:
+    """Return how much each byte counter has grown.
+
+    A counter that fell belongs to a restarted engine and counts from 0. One that is new has grown
+    by 0, because its value before is unknown.
+    """
+    return {
+        name: value - before if value >= (before := soon.get(name, value)) else value
+        for name, value in now.items()
+    }

@@ -1,0 +1,179 @@
+"""The live view's HTTP endpoints: the page, the view as JSON, its event stream, and draining.
+
+Authorization is in auth.py, the content of the view in live_view.py, its schedule in
+live_stream.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib.resources import files
+from time import monotonic
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from gateway.admin.fleet_status import Standing, stand
+from gateway.admin.live_stream import Hub, Look
+from gateway.admin.metric_samples import Mark, take
+
+if TYPE_CHECKING:
+    from gateway.live.target import AdminTarget
+
+WRITE_TIMEOUT_S = 5.0
+"""A watcher that accepts no data for this long is disconnected; its browser reconnects."""
+
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = MappingProxyType(
+    {
+        "Content-Security-Policy": CONTENT_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+)
+STREAM_HEADERS = MappingProxyType(
+    {
+        "Content-Type": "text/event-stream; charset=utf-8",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+        "X-Accel-Buffering": "no",
+    }
+)
+FILES: Mapping[str, str] = MappingProxyType(
+    {
+        "index.html": "text/html",
+        "live.css": "text/css",
+        **{
+            f"{name}.js": "text/javascript"
+            for name in ("live", "charts", "dom", "fleet", "flow", "requests")
+        },
+        "uplot.js": "text/javascript",
+        "uplot.css": "text/css",
+        "uplot.LICENSE": "text/plain",
+        "icon.svg": "image/svg+xml",
+    }
+)
+"""All files of the page; other names are not served."""
+
+
+Note = tuple[Mark, Standing]
+"""What a worker sends its supervisor: a sample of its metrics and its status."""
+
+
+def add(target: AdminTarget, server: web.Application) -> None:
+    """Add the live view of this process.
+
+    GET   /   /web/{name}   /live   /live/stream   /live/note
+    POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
+    """
+
+    async def look(before: Mark | None) -> Note:
+        now = monotonic()
+        return take(target, now, before), stand(target, now)
+
+    async def note(_: web.Request) -> web.Response:
+        return web.Response(
+            body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack"
+        )
+
+    server.router.add_get("/live/note", note)
+    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
+    add_view(server, look, lambda: target.draining)
+
+
+def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) -> None:
+    """Add GET /, /web/{name}, /live and /live/stream for what `look` samples."""
+    hub = Hub(look)
+
+    async def noting(_: web.Application) -> AsyncIterator[None]:
+        hub.start()
+        yield
+        hub.stop()
+
+    async def once(_: web.Request) -> web.Response:
+        try:
+            return web.Response(body=await hub.frame(), content_type="application/json")
+        except LookupError as error:
+            return web.Response(status=503, text=f"{error}\n")
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        if draining():
+            return web.Response(status=503, text="draining\n")
+        if not hub.enter():
+            return web.Response(
+                status=503, text="too many watchers already\n", headers={"Retry-After": "5"}
+            )
+        try:
+            return await _stream(request, hub, draining)
+        finally:
+            hub.leave()
+
+    server.cleanup_ctx.append(noting)
+    server.router.add_get("/live", once)
+    server.router.add_get("/live/stream", stream, allow_head=False)
+    _add_files(server)
+
+
+async def _stream(
+    request: web.Request, hub: Hub, draining: Callable[[], bool]
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    try:
+        frame = await hub.frame()
+        while not draining():
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await response.write(b"data: " + frame + b"\n\n")
+            frame = await hub.following()
+    except (TimeoutError, ConnectionResetError, LookupError):
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def _drain_handler(target: AdminTarget) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def drain(request: web.Request) -> web.Response:
+        name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
+        # An endpoint that is being removed may have the same name as its replacement.
+        endpoints = (live for live in target.gateway.endpoints.all() if not live.leaving)
+        match = next((live for live in endpoints if live.endpoint.name == name), None)
+        if match is None:
+            return web.json_response(
+                {"result": "nothing", "message": f"no endpoint is named {name!r:.80}"}, status=404
+            )
+        in_flight = target.gateway.endpoints.drain(match, is_drained)
+        return web.json_response(
+            {"result": "applied", "endpoint": name, "drained": is_drained, "in_flight": in_flight}
+        )
+
+    return drain
+
+
+def _add_files(server: web.Application) -> None:
+    folder = files("gateway.admin") / "web"
+    contents = {name: (folder / name).read_bytes() for name in FILES}
+
+    def page(name: str) -> web.Response:
+        return web.Response(
+            body=contents[name], content_type=FILES[name], charset="utf-8", headers=PAGE_HEADERS
+        )
+
+    async def index(_: web.Request) -> web.Response:
+        return page("index.html")
+
+    async def part(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        return page(name) if name in FILES else web.Response(status=404, text="no such file\n")
+
+    server.router.add_get("/", index)
+    server.router.add_get("/web/{name}", part)

@@ -1,0 +1,129 @@
+"""The schedule of the live view: build a frame twice a second while it has watchers.
+
+Without watchers only the metrics are sampled, every five seconds, so that a new watcher sees the
+last minute at once. What a frame contains is in live_view.py; HTTP is in live_pages.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import monotonic
+
+import msgspec
+
+from gateway.admin.fleet_status import Standing
+from gateway.admin.live_view import view
+from gateway.admin.metric_samples import Mark, Marks
+
+log = logging.getLogger("penstock")
+
+WATCHED_S = 0.5
+UNWATCHED_S = 5.0
+MAX_WATCHERS = 16
+FRESH_S = 0.25
+MAX_CPU_SHARE = 0.02
+"""The largest share of the event loop's time that building frames may take.
+
+A frame of 64 endpoints takes 3 ms, of 256 endpoints 17 ms.
+"""
+
+Look = Callable[[Mark | None], Awaitable[tuple[Mark, Standing]]]
+"""Given the previous sample, returns a new one and the status.
+
+Raises LookupError when no process responds.
+"""
+
+
+class Hub:
+    """Samples the metrics and builds the frames that all watchers receive; one per admin server.
+
+    `start` and `stop` it with the server. A frame is the view as JSON bytes.
+    """
+
+    def __init__(self, look: Look) -> None:
+        self._take_sample = look
+        self._marks = Marks()
+        self._watchers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._has_watchers = asyncio.Event()
+        self._next: asyncio.Future[bytes] | None = None
+        self._frame = b""
+        self._framed_at = float("-inf")
+        self._build_s = 0.0
+
+    def start(self) -> None:
+        """Start sampling."""
+        self._task = asyncio.create_task(self._run(), name="sample the metrics")
+
+    def stop(self) -> None:
+        """Stop sampling and cancel the watchers' wait for the next frame."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._next is not None and not self._next.done():
+            self._next.cancel()
+
+    def enter(self) -> bool:
+        """Add a watcher and return True, or return False when there are too many.
+
+        Each watcher added must be removed with `remove_watcher`.
+        """
+        if self._watchers >= MAX_WATCHERS:
+            return False
+        self._watchers += 1
+        self._has_watchers.set()
+        return True
+
+    def leave(self) -> None:
+        """Remove a watcher that was added."""
+        self._watchers -= 1
+
+    async def frame(self) -> bytes:
+        """Return the current frame, at most a quarter of a second old.
+
+        Raises LookupError when no process responds.
+        """
+        if monotonic() - self._framed_at > FRESH_S:
+            await self._build_frame()
+        return self._frame
+
+    async def following(self) -> bytes:
+        """Wait for the next frame; a slow watcher misses frames and delays no other."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._update()
+            except LookupError:
+                pass  # a process may respond the next time
+            except Exception:  # one failed frame must not end the stream
+                log.exception("building the live view failed")
+            every_s = (
+                max(WATCHED_S, self._build_s / MAX_CPU_SHARE) if self._watchers else UNWATCHED_S
+            )
+            self._has_watchers.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await self._has_watchers.wait()
+
+    async def _update(self) -> None:
+        if not self._watchers:
+            mark, _ = await self._take_sample(self._marks.newest)
+            self._marks.keep(mark)
+            return
+        await self._build_frame()
+        if self._next is not None and not self._next.done():
+            self._next.set_result(self._frame)
+
+    async def _build_frame(self) -> None:
+        started_at = monotonic()
+        mark, standing = await self._take_sample(self._marks.newest)
+        self._frame = msgspec.json.encode(view(standing, self._marks, mark))
+        self._framed_at = mark.at
+        self._marks.keep(mark)
+        self._build_s = monotonic() - started_at

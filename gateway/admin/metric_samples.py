@@ -1,0 +1,228 @@
+"""Samples of the metrics over the last minute, and the arithmetic between two of them.
+
+Rates, percentiles and sparklines are differences between samples. A sample copies counters and
+computes nothing. What is shown of it is in live_view.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from gateway.metrics.metric_types import Counter as Count
+from gateway.metrics.metric_types import Family, Histogram
+from gateway.metrics.quantile_sketch import NONE, Counts, grown, merged, quantile
+from gateway.reload.auto_rollback import is_failure
+
+if TYPE_CHECKING:
+    from gateway.live.target import AdminTarget
+
+HISTORY_S = 61.0
+SPACING_S = 0.95
+
+Key = TypeVar("Key")
+
+
+class Mark(msgspec.Struct, frozen=True, eq=False):
+    """The metrics at one moment (monotonic seconds), most of them sums since the start.
+
+    responses         by (status, reason)
+    slo_outcomes      responses by (service class, SLO outcome)
+    upstream_errors   by (endpoint, kind)
+    computed_tokens   prompt tokens computed, by cause
+    split_decisions   by (split or whole, reason)
+    tokens            output tokens of finished responses
+    engine            prompt tokens of finished responses, and those reported as cached
+    ttft, tpot        sketch counts by endpoint
+    in_flight         requests in flight now, by endpoint
+    predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
+    pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
+    received          KV bytes by decode endpoint, if its engine reports them
+    """
+
+    at: float
+    responses: Mapping[tuple[str, str], float]
+    shed: Mapping[str, float]
+    slo_outcomes: Mapping[tuple[str, str], float]
+    retries: Mapping[str, float]
+    upstream_errors: Mapping[tuple[str, str], float]
+    computed_tokens: Mapping[str, float]
+    split_decisions: Mapping[tuple[str, str], float]
+    tokens: float
+    engine: tuple[float, float]
+    ttft: Mapping[str, Counts]
+    tpot: Mapping[str, Counts]
+    in_flight: Mapping[str, int]
+    predicted_tokens: Mapping[str, tuple[int, int]]
+    pairs: Mapping[tuple[str, str], tuple[int, int, int]]
+    received: Mapping[str, int]
+
+
+def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
+    """Sample the metrics now.
+
+    A sketch that has not changed shares its counts with the sample `before`, to save memory and
+    work.
+    """
+    metrics, gateway = target.metrics, target.gateway
+    live = gateway.endpoints.all()
+    return Mark(
+        at=now,
+        responses=_sum_by_two_labels(metrics.requests_total, 1, 2),
+        shed=_sum_by_label(metrics.shed_total, 0),
+        slo_outcomes=_sum_by_two_labels(metrics.goodput_total, 0, 1),
+        retries=_sum_by_label(metrics.retries_total, 0),
+        upstream_errors=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
+        computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
+        split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
+        tokens=_total(metrics.completion_tokens_total),
+        engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
+        ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
+        tpot=_sketches(metrics.tpot_seconds, before.tpot if before is not None else {}),
+        in_flight={endpoint.endpoint.name: endpoint.load.in_flight for endpoint in live},
+        predicted_tokens={
+            endpoint.endpoint.name: (endpoint.sent_tokens, endpoint.hit_tokens) for endpoint in live
+        },
+        pairs={
+            names: (pair.served, pair.failed, pair.tokens)
+            for names, pair in gateway.handoffs.pairs.items()
+        },
+        received={
+            endpoint.endpoint.name: received
+            for endpoint in live
+            if (received := endpoint.kv_received_bytes) is not None
+        },
+    )
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The difference between two samples: rates per second, and the 95th percentile of TTFT."""
+
+    at: float
+    requests_per_s: float
+    shed_per_s: float
+    errors_per_s: float
+    tokens_per_s: float
+    ttft_p95_s: float | None
+
+
+def step(before: Mark, after: Mark) -> Step:
+    """Return the difference from one sample to a later one."""
+    span_s, responses = after.at - before.at, rise(after.responses, before.responses)
+    changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
+    ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
+    return Step(
+        at=after.at,
+        requests_per_s=sum(responses.values()) / span_s,
+        shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
+        errors_per_s=failed(responses) / span_s,
+        tokens_per_s=(after.tokens - before.tokens) / span_s,
+        ttft_p95_s=quantile(ttft, 0.95),
+    )
+
+
+def failed(responses: Mapping[tuple[str, str], float]) -> float:
+    """Return how many of these responses, by (status, reason), failed."""
+    return sum(count for key, count in responses.items() if is_failure(*key))
+
+
+class Marks:
+    """The samples of the last minute, oldest first and about a second apart.
+
+    Keeps the differences between them as well.
+    """
+
+    def __init__(self) -> None:
+        self._ring: deque[Mark] = deque()
+        self._steps: deque[Step] = deque()
+
+    def __iter__(self) -> Iterator[Mark]:
+        return iter(self._ring)
+
+    @property
+    def newest(self) -> Mark | None:
+        """The newest sample; None before the first."""
+        return self._ring[-1] if self._ring else None
+
+    def keep(self, mark: Mark) -> None:
+        """Append a sample, unless the last one is less than SPACING_S old.
+
+        Drops the samples older than a minute.
+        """
+        if self._ring and mark.at - self._ring[-1].at < SPACING_S:
+            return
+        if self._ring:
+            self._steps.append(step(self._ring[-1], mark))
+        self._ring.append(mark)
+        while mark.at - self._ring[0].at > HISTORY_S:
+            self._ring.popleft()
+            self._steps.popleft()
+
+    def steps(self, now: Mark) -> list[Step]:
+        """Return the differences between samples, including one up to `now`.
+
+        That last one is left out if it is shorter than half a second.
+        """
+        last = self.newest
+        if last is None or now.at - last.at < 0.5:
+            return [*self._steps]
+        return [*self._steps, step(last, now)]
+
+    def before(self, at: float, span_s: float) -> Mark | None:
+        """Return the newest sample that is at least `span_s` older than `at`.
+
+        Without one, returns the oldest sample; None if there is none before `at`.
+        """
+        older = [mark for mark in self._ring if at - mark.at >= span_s]
+        if older:
+            return older[-1]
+        return self._ring[0] if self._ring and self._ring[0].at < at else None
+
+
+def rise(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
+    """Return how much each counter has grown, without those that have not."""
+    return Counter(
+        {key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0}
+    )
+
+
+def rate(after: Mark, before: Mark) -> Callable[[float], float]:
+    """Return a function from the growth of a counter between two samples to a rate per second."""
+    span_s = after.at - before.at
+    return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
+
+
+def _sum_by_label(family: Family[Count], index: int) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for labels, child in family.children():
+        totals[labels[index]] = totals.get(labels[index], 0.0) + child.value
+    return totals
+
+
+def _sum_by_two_labels(
+    family: Family[Count], first: int, second: int
+) -> dict[tuple[str, str], float]:
+    totals: dict[tuple[str, str], float] = {}
+    for labels, child in family.children():
+        key = labels[first], labels[second]
+        totals[key] = totals.get(key, 0.0) + child.value
+    return totals
+
+
+def _total(family: Family[Count]) -> float:
+    return sum(child.value for _, child in family.children())
+
+
+def _sketches(family: Family[Histogram], before: Mapping[str, Counts]) -> dict[str, Counts]:
+    """Return the counts by endpoint, summed over models."""
+    parts: dict[str, list[Counts]] = {}
+    for labels, child in family.children():
+        parts.setdefault(labels[1], []).append(child.sketch)
+    summed = {name: merged(counts) for name, counts in parts.items()}
+    return {
+        name: old if (old := before.get(name)) == counts else counts
+        for name, counts in summed.items()
+    }

@@ -1,0 +1,64 @@
+"""Readiness: whether a load balancer should send requests to this gateway, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from policies.model import Candidate, Role
+
+if TYPE_CHECKING:
+    from gateway.route import Gateway, Route, Snapshot
+    from policies.pricing.split import Group
+
+
+def obstacle(gateway: Gateway, *, draining: bool) -> str | None:
+    """Return why requests should not be sent here; None if the gateway is ready.
+
+    A gateway that can serve at least one of its models is ready. Requests for the others get a 503.
+    """
+    if draining:
+        return "draining"
+    if not any(live.models_at is not None for live in gateway.endpoints.all()):
+        return "no endpoint has answered"
+    problems = _all_unserved(gateway.snapshot)
+    return None if problems is None else "\n".join(problems)
+
+
+def _all_unserved(snapshot: Snapshot) -> list[str] | None:
+    """Return one line per model if no model can be served; None otherwise."""
+    served = {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
+    missing = dict(snapshot.unlisted) | served
+    if not all(missing.values()):
+        return None
+    return [f"model '{name}': {text}" for name, text in sorted(missing.items())] or None
+
+
+def _missing_endpoint(route: Route) -> str:
+    """Return which kind of endpoint the model lacks; "" if it can be served."""
+    if route.split is None:
+        return "" if _any_available(route.candidates) else "no endpoint is available"
+    pools = route.split.pools
+    if _any_available(pools.alone) or any(_has_pair(group) for group in pools.groups):
+        return ""
+    for role in (Role.PREFILL, Role.DECODE):
+        sides = [
+            group.prefills if role is Role.PREFILL else group.decodes for group in pools.groups
+        ]
+        if not any(_any_available(side) for side in sides):
+            return f"no {role} endpoint is available"
+    return "no prefill endpoint fits a decode endpoint that is available"
+
+
+def _has_pair(group: Group) -> bool:
+    """Return whether two different available endpoints of the group can prefill and decode."""
+    prefills, decodes = _available(group.prefills), _available(group.decodes)
+    return bool(prefills and decodes) and len({*prefills, *decodes}) > 1
+
+
+def _any_available(candidates: Iterable[Candidate]) -> bool:
+    return any(candidate.load.available for candidate in candidates)
+
+
+def _available(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.load.available]

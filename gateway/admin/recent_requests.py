@@ -1,0 +1,131 @@
+"""GET /requests of the admin server: the most recently finished requests, as rows.
+
+Lives here: the query, the rows, and the merge of several workers' rows. A row contains no prompt,
+no response text and no client header. Which requests are kept is in explain.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
+from time import monotonic, time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.admin.auth import refuse
+from gateway.metrics.quantile_sketch import rounded
+from gateway.telemetry.explain import Ended, Explained
+
+LIMIT, MAX_LIMIT = 50, 200
+MAX_SCANNED = 4096
+"""The number of requests searched for problems, newest first; it blocks the loop for 1 ms."""
+
+GOOD_OUTCOMES = frozenset({"", "met"})
+
+
+class Query(msgspec.Struct, frozen=True):
+    """The number of rows, and whether to list only requests with a problem.
+
+    A problem is a failure, a rejection, or a missed SLO.
+    """
+
+    limit: int = LIMIT
+    problems: bool = False
+
+    @property
+    def path(self) -> str:
+        """The same query as a request path for a worker."""
+        return f"/requests?limit={self.limit}&problems={int(self.problems)}"
+
+
+def add_requests(
+    routes: web.UrlDispatcher, page: Callable[[Query], Awaitable[dict[str, Any]]]
+) -> None:
+    """Add GET /requests?limit=N&problems=1, answered by `page`."""
+
+    async def requests(request: web.Request) -> web.Response:
+        try:
+            query = read_query(request.query)
+        except ValueError as error:
+            return refuse(400, str(error))
+        return web.json_response(await page(query))
+
+    routes.add_get("/requests", requests)
+
+
+def read_query(fields: Mapping[str, str]) -> Query:
+    """Parse the query fields. Raises ValueError."""
+    limit, problems = fields.get("limit", str(LIMIT)), fields.get("problems", "0")
+    if not (
+        limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
+    ):
+        raise ValueError(f"limit must be a number from 1 to {MAX_LIMIT}")
+    if problems not in ("0", "1"):
+        raise ValueError("problems must be 0 or 1")
+    return Query(int(limit), problems == "1")
+
+
+def recent(explained: Explained, query: Query) -> dict[str, Any]:
+    """Return the newest requests first.
+
+    `size` is how many the gateway keeps (observability.explained).
+    """
+    newest: Iterable[Ended] = islice(explained.newest_first(), MAX_SCANNED)
+    if query.problems:
+        newest = (ended for ended in newest if has_problem(ended))
+    epoch = time() - monotonic()
+    return {
+        "size": explained.size,
+        "requests": [_row(ended, epoch) for ended in islice(newest, query.limit)],
+    }
+
+
+def has_problem(ended: Ended) -> bool:
+    """Return whether the request was not served completely, or missed its SLO."""
+    return ended[0].outcome != "served" or ended[0].kept not in GOOD_OUTCOMES
+
+
+def together(pages: Iterable[Mapping[str, Any]], query: Query) -> dict[str, Any]:
+    """Merge the lists of several workers."""
+    rows_by_worker = list(pages)
+    rows = sorted(
+        (row for page in rows_by_worker for row in page["requests"]), key=_ended_at, reverse=True
+    )
+    return {"size": sum(page["size"] for page in rows_by_worker), "requests": rows[: query.limit]}
+
+
+def _ended_at(row: Mapping[str, Any]) -> float:
+    at: float = row["at"] + row["took_s"]
+    return at
+
+
+def _row(ended: Ended, epoch: float) -> dict[str, Any]:
+    """Return one row; `at` is the request's start in Unix time, and unknown values are None."""
+    exchange, usage, events, ended_at = ended
+    request = None if exchange.call is None else exchange.call.request
+    return {
+        "id": exchange.id,
+        "proxy_request_id": exchange.proxy_request_id or None,
+        "trace_id": None if exchange.trace is None else exchange.trace.trace_id,
+        "at": round(epoch + exchange.accepted_at, 3),
+        "took_s": round(ended_at - exchange.accepted_at, 4),
+        "tenant": exchange.tenant or None,
+        "model": exchange.model or None,
+        "endpoint": None if exchange.pick is None else exchange.pick.candidate.endpoint.name,
+        "prefill": None if exchange.split is None else exchange.split.prefill or None,
+        "retries": list(exchange.retries),
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "reason": exchange.reason,
+        "slo": None if request is None else request.slo.name,
+        "slo_outcome": exchange.kept or None,
+        "problem": has_problem(ended),
+        "ttft_s": rounded(exchange.ttft_s),
+        "tpot_s": rounded(exchange.tpot_s),
+        "prompt_tokens": usage.prompt_tokens
+        or (None if request is None else request.prompt_tokens),
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens or (max(events - 2, 1) if events else None),
+    }

@@ -1,0 +1,199 @@
+"""The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
+
+Authorization lives in auth.py, the configuration's pages in config_pages.py, the live view in
+live_pages.py. The admin server has a listener of its own and never shares the API's port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic, time
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from gateway.admin import config_pages, live_pages
+from gateway.admin.auth import guard
+from gateway.admin.fleet_status import state_of
+from gateway.admin.readiness import obstacle
+from gateway.admin.recent_requests import Query, add_requests, recent
+from gateway.config.yaml_source import FILE_CAP_BYTES
+from gateway.metrics.exposition import content_type, end, text, wants_openmetrics
+
+if TYPE_CHECKING:
+    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from gateway.live.target import AdminTarget
+
+
+def application(target: AdminTarget) -> web.Application:
+    """Return the admin server's application.
+
+    Only the configuration's pages and draining an endpoint change anything.
+    """
+    server = web.Application(
+        middlewares=[guard(lambda: target.gateway.snapshot.config)],
+        client_max_size=FILE_CAP_BYTES + 1,
+    )
+    _add_health(target, server.router)
+    _add_state(target, server.router)
+    config_pages.add(target, server.router)
+    live_pages.add(target, server)
+    return server
+
+
+def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+    """Add the pages that machines poll."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        reason = obstacle(target.gateway, draining=target.draining)
+        return (
+            web.Response(text="ready\n")
+            if reason is None
+            else web.Response(status=503, text=f"{reason}\n")
+        )
+
+    async def metrics(request: web.Request) -> web.Response:
+        exemplars = wants_openmetrics(request.headers.get("Accept", ""))
+        page = []
+        for family in target.metrics.readings(_unix_offset() if exemplars else None):
+            page.append(text(family, exemplars=exemplars))
+            # A page takes tens of milliseconds at 64 endpoints; let streams continue in between.
+            await asyncio.sleep(0)
+        page.append(end(exemplars=exemplars))
+        return web.Response(
+            body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)}
+        )
+
+    async def readings(request: web.Request) -> web.Response:
+        """Return the metric families of this process for its supervisor to merge."""
+        families = []
+        for family in target.metrics.readings(
+            _unix_offset() if "exemplars" in request.query else None
+        ):
+            families.append(family)
+            await asyncio.sleep(0)
+        return web.Response(
+            body=msgspec.msgpack.encode(families), content_type="application/msgpack"
+        )
+
+    routes.add_get("/healthz", healthz)
+    routes.add_get("/readyz", readyz)
+    routes.add_get("/metrics", metrics)
+    routes.add_get("/metrics/readings", readings)
+
+
+def _unix_offset() -> float:
+    """Return Unix time minus the monotonic clock, seconds."""
+    return time() - monotonic()
+
+
+def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+    """Add the pages with the state of endpoints, requests and policies on trial."""
+
+    async def endpoints(_: web.Request) -> web.Response:
+        now = monotonic()
+        rows = [_endpoint_row(live, now) for live in target.gateway.endpoints.all()]
+        return web.json_response(
+            {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
+        )
+
+    async def shadow(_: web.Request) -> web.Response:
+        trials = target.gateway.snapshot.tried.values()
+        return web.json_response(
+            {"shadows": [trial.shadows.told() for trial in trials if trial.shadows is not None]}
+        )
+
+    async def canary(_: web.Request) -> web.Response:
+        trials = target.gateway.snapshot.tried.values()
+        return web.json_response(
+            {"canaries": [trial.sides.told() for trial in trials if trial.sides is not None]}
+        )
+
+    async def explain(request: web.Request) -> web.Response:
+        request_id, explained = request.match_info["id"], target.gateway.accounts.explained
+        page = explained.newest() if request_id == "last" else explained.find(request_id)
+        if page is None:
+            return web.json_response(
+                {"message": "no such request among the most recently finished ones"}, status=404
+            )
+        return web.json_response(page)
+
+    async def requests(query: Query) -> dict[str, object]:
+        return recent(target.gateway.accounts.explained, query)
+
+    routes.add_get("/endpoints", endpoints)
+    routes.add_get("/explain/{id}", explain)
+    add_requests(routes, requests)
+    routes.add_get("/shadow", shadow)
+    routes.add_get("/canary", canary)
+
+
+def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
+    endpoint, load, health = live.endpoint, live.load, live.health
+    return {
+        "name": endpoint.name,
+        "url": endpoint.url,
+        "pool": endpoint.pool,
+        "role": endpoint.role,
+        "engine": endpoint.engine,
+        "layout": {
+            "tp": endpoint.layout.tp,
+            "pp": endpoint.layout.pp,
+            "ep": endpoint.layout.ep,
+            "dp": endpoint.layout.dp,
+        },
+        "labels": dict(endpoint.labels),
+        "max_concurrency": endpoint.max_concurrency,
+        "available": load.available,
+        "state": state_of(live),
+        "cause": health.cause,
+        "slow": None if live.speed.slowness is None else msgspec.to_builtins(live.speed.slowness),
+        "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
+        "in_flight": load.in_flight - load.others.in_flight,
+        "in_flight_elsewhere": load.others.in_flight,
+        "held_tokens": round(load.held_tokens),
+        "prefill_tokens": load.prefill_tokens,
+        "decode_tokens": load.decode_tokens,
+        "expected_tokens": load.expected_tokens,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_usage": load.kv_usage,
+        "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 3),
+        "connections": len(live.upstream.connections),
+    }
+
+
+def _splits(target: AdminTarget) -> list[dict[str, object]]:
+    """Return, by model, the groups of prefill and decode endpoints whose KV layouts match."""
+    routes = {route.name: route for route in target.gateway.snapshot.routes.values()}
+    return [
+        {
+            "model": name,
+            "dialect": route.split.dialect.name,
+            "compat": group.compat,
+            "prefill": [live.endpoint.name for live in group.prefills],
+            "decode": [live.endpoint.name for live in group.decodes],
+        }
+        for name, route in sorted(routes.items())
+        if route.split is not None
+        for group in route.split.pools.groups
+    ]
+
+
+def _pairs(target: AdminTarget) -> list[dict[str, object]]:
+    """Return the handoff counts and times of every pair of endpoints that has had a handoff."""
+    return [
+        {
+            "prefill": prefill,
+            "decode": decode,
+            "served": figures.served,
+            "failed": figures.failed,
+            "handoff_s": None if figures.handoff_s is None else round(figures.handoff_s, 6),
+            "transport": figures.transport,
+        }
+        for (prefill, decode), figures in sorted(target.gateway.handoffs.pairs.items())
+    ]

@@ -1,0 +1,416 @@
+"""Admission control: a queue per pool, memory for request bodies, and the retry budget.
+
+The decisions are made in policies.admission.admission and policies.health.retry; here are the futures that requests
+wait on. Whatever a request takes, it gives back by leaving a `with` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import ceil
+from time import monotonic
+from types import MappingProxyType
+
+from gateway.admission.quotas import Quotas
+from gateway.config import Config, WaitingRoom
+from gateway.fleet.outgoing_updates import News
+from gateway.http.eager_task import within
+from gateway.protocol.errors import Failure, GatewayError
+from policies.admission import admission
+from policies.admission import wait_queue as waiting
+from policies.admission.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
+from policies.admission.fairness import FairShares, charged_tokens
+from policies.admission.priced import PricedAdmission
+from policies.admission.sessions import WorkingSet
+from policies.health.retry import RetryBudget, RetryLimits
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request
+
+RETRY_PATIENCE_S = 5.0
+
+# uvloop's timers have a resolution of one millisecond and may fire that much early.
+# A waiter whose deadline is within this slack therefore counts as due.
+TIMER_SLACK_S = 0.002
+
+# Shed reasons that have an error code of their own. All other reasons become Failure.SHED.
+FAILURES: Mapping[str, Failure] = MappingProxyType(
+    {
+        "waited_too_long": Failure.QUEUE_TIMEOUT,
+        "waiting_room_full": Failure.OVERLOADED,
+        "too_slow": Failure.OVERLOADED,
+        "deadline": Failure.DEADLINE_UNREACHABLE,
+    }
+)
+
+# Verdicts delivered per turn of the event loop: picking and sending takes about 0.3 ms per request.
+AT_ONCE = 4
+
+Turn = asyncio.Future[Verdict]
+
+
+class Room:
+    """The permits of one pool and the requests that wait for one; a waiting request is a future.
+
+    Use the object as a context manager to give a permit back. `wants_feedback`: the admission
+    learns from requests, so on_booked() and on_finished() must be called for them.
+    """
+
+    __slots__ = (
+        "_candidates",
+        "_leaving",
+        "_queue",
+        "_updates",
+        "_verdicts",
+        "listens",
+        "name",
+        "take",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: waiting.Room[Turn] = waiting.Room(Cap())
+        self.listens = False
+        self._verdicts: deque[tuple[Turn, Verdict]] = deque()
+        self._updates: News | None = None
+        self._candidates: tuple[Candidate, ...] = ()
+        self._leaving: tuple[EndpointLoad, ...] = ()
+        self.take = self._queue.take
+
+    def configure(
+        self,
+        limits: WaitingRoom,
+        candidates: tuple[Candidate, ...],
+        leaving: tuple[EndpointLoad, ...] = (),
+    ) -> None:
+        """Use these limits and endpoints from now on.
+
+        leaving  endpoints that are no longer candidates but still serve older requests
+        """
+        self._queue.limits = admission.WaitingRoom(limits.size, limits.timeout)
+        self._candidates, self._leaving = candidates, leaving
+        self.refresh()
+
+    def govern(self, policy: Admission, shares: Mapping[str, float]) -> None:
+        """Let this admission decide from now on, with these tenant shares.
+
+        Call configure() after it.
+
+        A plain concurrency cap with a single tenant learns nothing from requests, so it gets no
+        feedback.
+        """
+        self._queue.admission = policy
+        self._queue.share(FairShares(shares))
+        self.listens = bool(shares) or type(policy) is not Cap
+        self._share_sessions()
+
+    def tell(self, updates: News | None) -> None:
+        """Record charges and sessions in `updates` for the other gateways; None stops that."""
+        self._updates = updates
+        self._share_sessions()
+
+    def _share_sessions(self) -> None:
+        if self._updates is not None and self.sessions is not None:
+            self.sessions.share(self._updates.named)
+
+    @property
+    def admission(self) -> Admission:
+        return self._queue.admission
+
+    @property
+    def price(self) -> float:
+        """The price that the admission sets for a typical request; 0 if it has no prices."""
+        policy = self._queue.admission
+        return policy.price if isinstance(policy, PricedAdmission) else 0.0
+
+    @property
+    def sessions(self) -> WorkingSet | None:
+        """The sessions whose contexts the admission counts; None if it does not track sessions."""
+        policy = self._queue.admission
+        return policy.sessions if isinstance(policy, PricedAdmission) else None
+
+    @property
+    def phi(self) -> float:
+        """The share of KV memory that sessions may fill; 1 if sessions are not tracked."""
+        return 1.0 if self.sessions is None else self.sessions.phi
+
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Charge the tenant of an admitted request, now that its first endpoint has been picked.
+
+        Call it only if `wants_feedback` is set.
+        """
+        self._queue.booked(query, pick)
+        if self._updates is not None:
+            tokens = charged_tokens(query.request, pick.cached_tokens)
+            self._updates.charge(self.name, query.request.tenant, tokens)
+
+    def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
+        """Correct the charge of a booked request that has ended, and learn from it."""
+        if self.listens:
+            result = outcome()
+            self._queue.ended(request, result)
+            if self._updates is not None:
+                correction = result.output_tokens - request.output_tokens
+                self._updates.charge(self.name, request.tenant, correction)
+
+    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+        """Charge the tenant for tokens of work that another gateway has done for it."""
+        self._queue.charged_elsewhere(tenant, tokens)
+
+    def tick(self, now: float) -> None:
+        """Advance the admission's clock. Call it about every 100 ms."""
+        self._queue.tick(now)
+        if self._queue.waiting:
+            self._settle()
+
+    def refresh(self) -> None:
+        """Recompute the capacity after endpoints have changed, and admit requests that now fit."""
+        self._queue.refresh(self._candidates, self._leaving)
+        self._settle()
+
+    @property
+    def in_flight(self) -> int:
+        return self._queue.in_flight
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.waiting
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the waiting requests."""
+        return self._queue.queued_tokens
+
+    @property
+    def busy(self) -> int:
+        """Permits of requests at available endpoints, not at ejected or leaving ones."""
+        return self._queue.busy
+
+    async def enter(self, query: Ask, query_at: Callable[[float], Ask] | None = None) -> Room:
+        """Take a permit, after waiting if necessary. Raises GatewayError when the request is shed.
+
+        query_at  rebuilds the routing query for a later moment: cached prefixes change during a
+                  wait
+        """
+        waiter: Turn = asyncio.get_running_loop().create_future()
+        verdict = self._queue.arrive(query, self._candidates, waiter, query_at)
+        self._settle()
+        if isinstance(verdict, Wait):
+            verdict = await self._wait(query.request, waiter, verdict.timeout_s)
+        if isinstance(verdict, Shed):
+            raise refusal(verdict)
+        return self
+
+    def enter_now(self, query: Ask) -> bool:
+        """Take a permit if that is possible without waiting; return whether it was taken."""
+        return isinstance(self._queue.knock(query, self._candidates), Admit)
+
+    def unbooked(self, request: Request) -> None:
+        """Refund the charge of a request that was admitted after a wait but got no endpoint."""
+        self._queue.unbooked(request)
+
+    async def _wait(self, request: Request, waiter: Turn, timeout_s: float) -> Verdict:
+        # The timer delivers no verdict itself: _settle() does, once the queue refuses the waiter.
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and isinstance(waiter.result(), Admit):
+                # The permit and the cancellation arrived together: pass the permit on.
+                self._queue.withdraw()
+                self._settle()
+            else:
+                self._queue.cancel(waiter)
+            self._queue.unbooked(request)
+            raise
+        finally:
+            timer.cancel()
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.gone(monotonic())
+        if self._queue.waiting:
+            self._settle()
+
+    def _settle(self) -> None:
+        is_scheduled = bool(self._verdicts)
+        self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
+        if not is_scheduled:
+            self._deliver_verdicts()
+
+    def _deliver_verdicts(self) -> None:
+        """Deliver AT_ONCE verdicts now and the rest in later turns of the event loop.
+
+        A hundred requests admitted in one turn would delay all running streams.
+        """
+        delivered = 0
+        # A loop and not a recursion: many waiters may be cancelled in the turn of their verdict.
+        while self._verdicts and delivered < AT_ONCE:
+            waiter, verdict = self._verdicts.popleft()
+            if not waiter.done():
+                waiter.set_result(verdict)
+                delivered += 1
+            elif isinstance(verdict, Admit):
+                self._queue.withdraw()
+                self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
+        if self._verdicts:
+            self._verdicts[0][0].get_loop().call_soon(self._deliver_verdicts)
+
+
+def refusal(shed: Shed) -> GatewayError:
+    """Translate a shed verdict into the error that the client receives."""
+    if shed.reason == "no_capacity":
+        return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
+    failure = FAILURES.get(shed.reason, Failure.SHED)
+    return GatewayError(failure, shed.detail, retry_after_s=shed.retry_after_s, reason=shed.reason)
+
+
+class Gate:
+    """All pool queues, the tenants' quotas, the memory for bodies, and the fleet-wide retry budget.
+
+    Live state: it outlives configuration snapshots.
+    """
+
+    __slots__ = (
+        *("_budget_bytes", "_retries", "_retry_waiters", "_rooms", "_updates"),
+        *("body_bytes", "quotas", "stopping"),
+    )
+
+    def __init__(self, config: Config) -> None:
+        self._rooms: dict[str, Room] = {}
+        self._retries = RetryBudget(RetryLimits())
+        self._retry_waiters: deque[asyncio.Future[bool]] = deque()
+        self.stopping = False
+        self._updates: News | None = None
+        self.quotas = Quotas()
+        self.body_bytes = 0
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Apply new limits. What requests have already taken stays taken."""
+        self.quotas.configure(config.tenants)
+        self._budget_bytes = config.limits.body_budget
+        self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
+
+    def room(self, pool: str) -> Room:
+        """Return the pool's queue, or a new one to be registered with add_queue()."""
+        return self._rooms.get(pool) or Room(pool)
+
+    def open(self, queue: Room) -> None:
+        """Register the queue of a pool that is now in force."""
+        queue.tell(self._updates)
+        self._rooms[queue.name] = queue
+
+    def tell(self, updates: News) -> None:
+        """Record quota use, charges and sessions in `updates` for the other gateways."""
+        self._updates = self.quotas.news = updates
+        for queue in self._rooms.values():
+            queue.tell(updates)
+
+    def close(self, queue: Room) -> None:
+        """Remove the queue of a pool that has been removed and whose requests have all ended."""
+        if self._rooms.get(queue.name) is queue:
+            del self._rooms[queue.name]
+
+    def rooms(self) -> list[Room]:
+        return list(self._rooms.values())
+
+    def tick(self, now: float) -> None:
+        """Advance the clock of every admission. Call it about every 100 ms."""
+        for queue in self._rooms.values():
+            queue.tick(now)
+
+    def refresh(self) -> None:
+        """Recompute the capacity of every pool after an endpoint's availability has changed."""
+        for queue in self._rooms.values():
+            queue.refresh()
+
+    @property
+    def active(self) -> int:
+        """Requests that hold a permit, over all pools."""
+        return sum(queue.in_flight for queue in self._rooms.values())
+
+    def hold(self, body_bytes: int) -> int:
+        """Reserve memory for an incoming request body; return the number of bytes to release later.
+
+        Raises GatewayError when the budget is exhausted.
+        """
+        if self.body_bytes + body_bytes > self._budget_bytes:
+            raise GatewayError(
+                Failure.OVERLOADED,
+                f"Request bodies already take {self.body_bytes} of {self._budget_bytes} bytes.",
+                retry_after_s=1.0,
+                reason="body_budget",
+            )
+        self.body_bytes += body_bytes
+        return body_bytes
+
+    def release(self, body_bytes: int) -> None:
+        self.body_bytes -= body_bytes
+
+    async def retry_turn(self) -> bool:
+        """Take one retry from the fleet-wide budget; return False if none became free in time.
+
+        A request over budget waits up to RETRY_PATIENCE_S. So the requests of a failed endpoint are
+        spread over time instead of refused at once. Pair True with release_retry().
+        """
+        if self.stopping:
+            return False
+        if self.retry_at_once():
+            return True
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._retry_waiters.append(turn)
+        try:
+            async with within(RETRY_PATIENCE_S):
+                await turn
+        except TimeoutError:
+            # The turn may have been granted in the moment of the timeout.
+            return turn.done() and not turn.cancelled() and turn.result()
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.result():
+                self.give_back_turn()
+            raise
+        finally:
+            if turn in self._retry_waiters:
+                self._retry_waiters.remove(turn)
+        return turn.result()
+
+    def retry_at_once(self) -> bool:
+        """Take one retry without waiting; return False if the budget is exhausted."""
+        return self._retries.try_take(self.active)
+
+    def give_back_turn(self) -> None:
+        self._retries.give_back()
+        while self._retry_waiters and self._retries.try_take(self.active):
+            self._grant_next()
+
+    def _grant_next(self) -> None:
+        """Pass a retry that has been taken to the first request that still waits for one."""
+        while self._retry_waiters:
+            turn = self._retry_waiters.popleft()
+            if not turn.done():
+                turn.set_result(True)
+                return
+        self._retries.give_back()
+
+    def end_retries(self) -> None:
+        """Refuse all waiting and future retries, because the gateway is stopping."""
+        self.stopping = True
+        for turn in self._retry_waiters:
+            if not turn.done():
+                turn.set_result(False)
+
+    @property
+    def retries_running(self) -> int:
+        return self._retries.running
+
+    @property
+    def retries_left(self) -> int | None:
+        """Retries that the budget would grant now; None if the configuration allows none at all."""
+        limits = self._retries.limits
+        if not limits.floor and not limits.share:
+            return None
+        return max(0, ceil(limits.floor + limits.share * self.active) - self._retries.running)

@@ -1,0 +1,107 @@
+"""Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
+
+The arithmetic is in policies.admission.quota. Not here: shares of a contended pool and refusals that protect
+the fleet (see the admission controller).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from gateway.config import Tenant
+from gateway.fleet.outgoing_updates import News
+from gateway.protocol.errors import Failure, GatewayError
+from policies.admission.quota import Limits, Quota, Refused
+from policies.model import Request
+
+
+class Quotas:
+    """Quotas by tenant; a tenant without limits has none.
+
+    A reload keeps the quota of an unchanged tenant.
+
+    updates  collects what is taken here, for the other gateways; None if there are none
+    """
+
+    __slots__ = ("by_tenant", "news")
+
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, Quota] = {}
+        self.news: News | None = None
+
+    def configure(self, tenants: Sequence[Tenant]) -> None:
+        """Apply these tenants' limits.
+
+        A tenant whose limits changed starts with a full minute's allowance.
+        """
+        limits = {
+            tenant.name: Limits(tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute)
+            for tenant in tenants
+        }
+        unchanged = {
+            name: quota
+            for name, quota in self.by_tenant.items()
+            if quota.limits == limits.get(name)
+        }
+        new = {
+            name: Quota(limit)
+            for name, limit in limits.items()
+            if name not in unchanged and limit != Limits()
+        }
+        self.by_tenant = unchanged | new
+
+    def take(self, request: Request) -> Quota | None:
+        """Charge the request to its tenant's quota; return the quota, None without limits.
+
+        Raises GatewayError when the quota is exhausted.
+        """
+        quota = self.by_tenant.get(request.tenant)
+        if quota is not None:
+            tokens = request.prompt_tokens + request.output_tokens
+            refused = quota.take(tokens, monotonic(), request.prompts)
+            if refused is not None:
+                raise refusal(refused)
+            if self.news is not None:
+                self.news.take(request.tenant, request.prompts, tokens)
+        return quota
+
+    def settle(
+        self,
+        quota: Quota,
+        request: Request,
+        output_tokens: int | None,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        """Correct the charge of a request that has ended.
+
+        output_tokens  tokens that the engine generated; None if the request was refused: it is
+                       refunded
+        prompt_tokens  as the engine counted them; None if it reported none
+        """
+        if output_tokens is None:
+            requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
+            quota.give_back(-tokens, request.prompts)
+        else:
+            requests, tokens = 0, output_tokens - request.output_tokens
+            if prompt_tokens is not None:
+                tokens += prompt_tokens - request.prompt_tokens
+            quota.correct(tokens)
+        if self.news is not None:
+            self.news.take(request.tenant, requests, tokens)
+
+
+def refusal(refused: Refused) -> GatewayError:
+    """Build the 429 response, with the x-ratelimit headers that OpenAI's SDKs read."""
+    what, limit = refused.what, refused.limit
+    return GatewayError(
+        Failure.TENANT_RATE_LIMITED,
+        f"This key is limited to {limit} {what} per minute; {refused.remaining} are left. "
+        f"Retry in {refused.retry_after_s:.1f} s.",
+        retry_after_s=refused.retry_after_s,
+        headers=(
+            (f"x-ratelimit-limit-{what}", str(limit)),
+            (f"x-ratelimit-remaining-{what}", str(refused.remaining)),
+            (f"x-ratelimit-reset-{what}", f"{refused.reset_s:.3f}s"),
+        ),
+    )

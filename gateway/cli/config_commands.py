@@ -1,0 +1,258 @@
+"""The commands status, reload, diff, rollback and history of a running gateway.
+
+Each one sends requests to the admin server and prints the result. Exit codes: 0 success, 1 rejected
+or not reachable, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from gateway.cli.admin_client import AdminAddress, KeyFile, Server, with_admin_options
+from gateway.cli.output import Json, fail, print_json, say
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Apply it even if no endpoint of a pool can be reached.")
+]
+
+
+@with_admin_options
+def status(admin: AdminAddress, as_json: Json = False) -> None:
+    """Show a running gateway's configuration, its last error, and its endpoints."""
+    server = Server(admin, None)
+    config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
+    shadows, canaries = (
+        server.ask("GET", "/shadow")["shadows"],
+        server.ask("GET", "/canary")["canaries"],
+    )
+    if as_json:
+        reply = {
+            key: config[key]
+            for key in (
+                *(
+                    "version",
+                    "applied",
+                    "file_differs",
+                    "last_error",
+                    "needs_restart",
+                    "models",
+                    "shared",
+                ),
+                *("certificates", "unlisted"),
+            )
+        }
+        print_json(reply | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
+        return
+    applied, error = config["applied"], config["last_error"]
+    up = sum(row["available"] for row in fleet)
+    origin = f"{applied['source']}, {applied['at']}, {applied['hash']}"
+    say(f"v{applied['version']} {applied['file']} ({origin})")
+    in_flight = sum(row["in_flight"] for row in fleet)
+    say(f"{up} of {len(fleet)} endpoints available, {in_flight} requests in flight")
+    _print_shared(config["shared"])
+    if config["file_differs"]:
+        say(
+            "the file differs from the running configuration; "
+            "`penstock diff` shows the changes, `penstock reload` applies them",
+            style="yellow",
+        )
+    if config["needs_restart"]:
+        say(f"takes effect after a restart: {', '.join(config['needs_restart'])}", style="yellow")
+    for row in config["certificates"]:
+        if row["problem"] is not None:
+            say(f"{row['path']}: {row['file']} {row['problem']}", style="red")
+    for name, message in config["unlisted"].items():
+        say(f"requests for model {name} get 404: {message}", style="red")
+    for problem in error["problems"] if error else ():
+        say(
+            f"last reload rejected ({error['source']}, {error['at']}): {problem['text']}",
+            style="red",
+        )
+    _print_trials(shadows, canaries)
+
+
+@with_admin_options
+def reload(
+    admin: AdminAddress, force: Force = False, key_file: KeyFile = None, as_json: Json = False
+) -> None:
+    """Make a running gateway reload its configuration file now.
+
+    The gateway also reloads the file when it changes, unless reload.watch is false.
+    """
+    _print_outcome(
+        Server(admin, key_file).ask("POST", f"/config/reload?force={force:d}"), as_json=as_json
+    )
+
+
+@with_admin_options
+def diff(
+    admin: AdminAddress,
+    file: Annotated[
+        Path | None, typer.Argument(help="File to compare; default: the gateway's own file.")
+    ] = None,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a configuration file would change in a running gateway, without applying it.
+
+    If nothing would change, show the most recent change.
+    """
+    server = Server(admin, key_file)
+    if file is None:
+        reply = server.ask("POST", "/config/reload?dry_run=1")
+    else:
+        reply = server.ask("PUT", "/config?dry_run=1", _read_file(file))
+        for problem in reply.get("problems", ()):
+            problem["text"] = f"{file}{problem['text'][len(problem['file']) :]}"
+    if reply["result"] == "unchanged":
+        versions = server.ask("GET", "/config/versions")["versions"]
+        reply |= {"last": versions[0]} if versions else {}
+    if as_json:
+        print_json(reply)
+        raise typer.Exit(0 if reply["result"] in ("dry_run", "unchanged") else 1)
+    if reply["result"] == "unchanged":
+        name = str(file) if file is not None else "the file"
+        say(f"{name} matches the running configuration, v{reply['version']}")
+        _print_last_change(reply.get("last"))
+        return
+    _exit_if_rejected(reply)
+    _print_changes(reply["changes"])
+    if reply["needs_restart"]:
+        say(
+            f"would take effect after a restart: {', '.join(reply['needs_restart'])}",
+            style="yellow",
+        )
+
+
+@with_admin_options
+def rollback(
+    admin: AdminAddress,
+    version: Annotated[
+        int | None, typer.Argument(min=1, help="Version number; default: the previous version.")
+    ] = None,
+    force: Force = False,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Return a running gateway to an earlier configuration version.
+
+    The configuration file stays unchanged; it is applied again when it is next edited.
+    """
+    path = f"/config/rollback?force={force:d}" + ("" if version is None else f"&to={version}")
+    _print_outcome(Server(admin, key_file).ask("POST", path), as_json=as_json)
+
+
+@with_admin_options
+def history(admin: AdminAddress, as_json: Json = False) -> None:
+    """List the configuration versions that have been applied, newest first."""
+    reply = Server(admin, None).ask("GET", "/config/versions")
+    if as_json:
+        print_json(reply)
+        return
+    for version in reply["versions"]:
+        mark = "*" if version["version"] == reply["applied"] else " "
+        number, file = f"{mark} v{version['version']}", Path(version["file"]).name
+        say("  ".join((number, version["at"], version["source"], version["hash"], file)))
+        _print_changes(version["changes"], indent="      ")
+
+
+def _print_shared(shared: dict[str, Any] | None) -> None:
+    """Print whether state is shared with other gateways through Redis."""
+    if shared is None:
+        return
+    if shared["problem"]:
+        say(
+            f"Redis is not usable: {shared['problem']}; this gateway runs without shared state",
+            style="red",
+        )
+    elif shared["connected"]:
+        say(f"shares state with {shared['gateways']} other gateways through Redis")
+
+
+def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:
+    """Print the results of shadow and canary policies so far."""
+    for pool in shadows:
+        for trial in pool["policies"]:
+            line = f"shadow {trial['policy']} of pool {pool['pool']}: "
+            line += f"{pool['scored']} of {pool['picks']} picks scored"
+            if not trial.get("conclusive"):
+                compared = trial.get("agreed", 0) + trial.get("differed", 0)
+                line += f"; {compared} compared, too few to judge"
+            elif trial.get("agreement") is not None:
+                line += f", agrees with {trial['agreement']:.1%}, would gain "
+                line += f"{1e3 * trial['ttft_gain_s']:+.1f} ms to the first token and "
+                line += f"{trial['cached_tokens_gain']:+.0f} cached tokens, "
+                line += f"takes {trial['cost_us']:.0f} us"
+            say(f"{line}, {trial['failed']} failed" if trial.get("failed") else line)
+    for pool in canaries:
+        for trial in pool["sides"]:
+            line = f"{trial['side']} {trial['policy']} of pool {pool['pool']}: "
+            line += f"{trial['requests']} requests"
+            if trial.get("goodput") is not None:
+                line += (
+                    f", {trial['goodput']:.1%} goodput, "
+                    f"{trial['failed']} failed, {trial['shed']} rejected"
+                )
+            if trial.get("ttft_p50_s") is not None:
+                line += f", TTFT p50 {trial['ttft_p50_s']:g} s"
+            if trial.get("ttft_p99_s") is not None:
+                line += f", p99 {trial['ttft_p99_s']:g} s"
+            say(f"{line} (canary: {pool['share']})")
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        fail(f"cannot read {file}: {error.strerror}")
+
+
+def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
+    """Print the result of a configuration change; exit with status 1 if it was not applied."""
+    is_success = reply["result"] in ("applied", "unchanged")
+    if as_json:
+        print_json(reply)
+        raise typer.Exit(0 if is_success else 1)
+    _exit_if_rejected(reply)
+    if not is_success:
+        fail(reply["message"])
+    say(reply["message"], style="green")
+    _print_changes(reply["changes"])
+
+
+def _exit_if_rejected(reply: dict[str, Any]) -> None:
+    """Print every problem and exit with status 1 if the configuration was rejected."""
+    if reply["result"] not in ("rejected", "nothing"):
+        return
+    for problem in reply["problems"]:
+        say(problem["text"], err=True)
+    count = len(reply["problems"])
+    fail(f"{count} problem{'s' if count > 1 else ''}" if count else reply["message"])
+
+
+def _print_last_change(version: dict[str, Any] | None) -> None:
+    if version is not None and version["changes"]:
+        say(f"v{version['version']} changed ({version['source']}, {version['at']}):")
+        _print_changes(version["changes"])
+
+
+def _print_changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
+    """Print one line per change: the old value in red, the new value in green."""
+    for change in changes:
+        before, after = change["before"], change["after"]
+        line = Text(f"{indent}{change['path']}: ")
+        if before is None or after is None:
+            line.append(
+                f"added {after}" if before is None else f"removed {before}",
+                "green" if before is None else "red",
+            )
+        elif before == after:
+            line.append(f"{after} (its value changed)", "yellow")
+        else:
+            line.append(before, "red").append(" -> ").append(after, "green")
+        Console(highlight=False).print(line, soft_wrap=True)

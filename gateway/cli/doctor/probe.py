@@ -1,0 +1,255 @@
+"""Queries one engine: a few GET requests over one connection, and one request for a single token.
+
+Lives here: I/O only; responses are kept as they are. The calls block and are meant for threads.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.util.tls import Encryption
+
+TIMEOUT_S = 10.0
+MAX_RESPONSE_BYTES = 4 << 20
+METRICS_PATHS = ("/metrics", "/prometheus/metrics")
+PROMPT = "1 2 3 4 5 6 7 8"
+REQUEST_SCHEMAS = ("ChatCompletionRequest", "CompletionRequest")
+VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A response: its status, its JSON or None, its text, and the seconds it took."""
+
+    status: int
+    json: Any
+    text: bytes
+    took_s: float
+
+
+class Probed(msgspec.Struct):
+    """The responses of one engine; None where there is none.
+
+    problem      why the engine could not be queried
+    connections  connections opened for all GET requests: 1 with keep-alive
+    skew_s       the engine's clock minus ours in seconds, from its Date header
+    token        the response to a request for one token
+    """
+
+    url: str
+    problem: str | None = None
+    health: Said | None = None
+    version: Said | None = None
+    schema: Said | None = None
+    models: Said | None = None
+    metrics: Said | None = None
+    token: Said | None = None
+    connections: int = 0
+    skew_s: float | None = None
+
+
+class EncryptedConnection(http.client.HTTPSConnection):
+    """A TLS connection whose server name may differ from the host of its URL."""
+
+    def __init__(
+        self, host: str, port: int | None, encryption: Encryption, timeout_s: float
+    ) -> None:
+        super().__init__(host, port, timeout=timeout_s, context=encryption.context)
+        self._encryption = encryption
+
+    def connect(self) -> None:
+        """Connect and complete the handshake. Raises OSError."""
+        address = self.host, self.port
+        raw = socket.create_connection(address, self.timeout)
+        try:
+            name = self._encryption.server_name or self.host
+            self.sock = self._encryption.context.wrap_socket(raw, server_hostname=name)
+        except OSError:
+            raw.close()
+            raise
+
+
+class EngineConnection:
+    """A keep-alive connection to an engine, reopened when the engine has closed it."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        timeout_s: float = TIMEOUT_S,
+        encryption: Encryption | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        if encryption is None:
+            self._connection = http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+        else:
+            self._connection = EncryptedConnection(host, parts.port, encryption, timeout_s)
+        self._prefix = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.opened = 0
+        self.skew_s: float | None = None
+
+    def ask(self, method: str, path: str, body: object = None) -> Said:
+        """Send one request and return the response. Raises OSError or HTTPException.
+
+        An engine may close an idle connection at any time, so a request that fails on a reused
+        connection is sent again on a new one.
+        """
+        reused = self._connection.sock is not None
+        try:
+            return self._ask_once(method, path, body)
+        except ConnectionError:  # RemoteDisconnected is one
+            self._connection.close()
+            if not reused:
+                raise
+            return self._ask_once(method, path, body)
+
+    def _ask_once(self, method: str, path: str, body: object) -> Said:
+        started_at = time.monotonic()
+        if self._connection.sock is None:
+            self._connection.connect()
+            self.opened += 1
+        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        self._connection.request(
+            method, self._prefix + path, None if body is None else json.dumps(body), headers
+        )
+        sent = time.time()
+        response = self._connection.getresponse()
+        text = response.read(MAX_RESPONSE_BYTES)
+        if not response.isclosed():  # the response is longer than the limit
+            self._connection.close()
+        self._update_skew(response.headers.get("Date"), (sent + time.time()) / 2)
+        return Said(response.status, _json(text), text, time.monotonic() - started_at)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _update_skew(self, date: str | None, now: float) -> None:
+        """Update the clock skew from a Date header.
+
+        Date is truncated to whole seconds, so half a second is added.
+        """
+        try:
+            self.skew_s = (
+                parsedate_to_datetime(date).timestamp() + 0.5 - now if date else self.skew_s
+            )
+        except ValueError:
+            return
+
+
+def probe(
+    url: str,
+    key: str | None,
+    health_path: str = "/health",
+    *,
+    more: Mapping[str, object] | None = None,
+    encryption: Encryption | None = None,
+) -> Probed:
+    """Query the engine, which takes about a second.
+
+    Sets `problem` when the engine cannot be reached. `more` holds extra members of the one-token
+    request; None sends no such request.
+    """
+    result, connection = Probed(url), EngineConnection(url, key, encryption=encryption)
+    try:
+        result.health = connection.ask("GET", health_path)
+        result.models = connection.ask("GET", "/v1/models")
+        result.version = connection.ask("GET", "/version")
+        result.schema = connection.ask("GET", "/openapi.json")
+        for path in METRICS_PATHS:
+            result.metrics = connection.ask("GET", path)
+            if result.metrics.status == 200:
+                break
+        result.connections, result.skew_s = connection.opened, connection.skew_s
+        model = next(iter(models_of(result)), None)
+        if more is not None and model is not None:
+            result.token = _token(connection, one_token(model), more)
+    except (OSError, http.client.HTTPException) as error:
+        result.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    finally:
+        connection.close()
+    return result
+
+
+def _token(
+    connection: EngineConnection, body: Mapping[str, Any], more: Mapping[str, object]
+) -> Said:
+    """Request one token, with its token ids if the engine accepts that member."""
+    response = connection.ask("POST", "/v1/completions", {**body, **more})
+    if response.status not in (400, 422):
+        return response
+    plain = {name: value for name, value in body.items() if name not in VLLM_EXTENSIONS}
+    return connection.ask("POST", "/v1/completions", {**plain, **more})
+
+
+def one_token(model: str, tokens: int = 1) -> dict[str, Any]:
+    """Return a completion request for `tokens` tokens that also asks for token ids."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+    return body | {"return_token_ids": True, "ignore_eos": True}
+
+
+def models_of(result: Probed) -> dict[str, int | None]:
+    """Return the context length in tokens by model name; None where the engine reports none."""
+    data = (
+        result.models.json.get("data")
+        if result.models is not None and isinstance(result.models.json, dict)
+        else None
+    )
+    if not isinstance(data, list):
+        return {}
+    cards = [card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    return {card["id"]: _number(card.get("max_model_len")) for card in cards}
+
+
+def decode_s(
+    url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None
+) -> float:
+    """Return the seconds per output token of one request, without the first token.
+
+    Raises OSError or HTTPException.
+    """
+    connection = EngineConnection(url, key, timeout_s=120.0, encryption=encryption)
+    try:
+        short, long = (
+            connection.ask("POST", "/v1/completions", one_token(model, length))
+            for length in (1, 1 + tokens)
+        )
+    finally:
+        connection.close()
+    for response in (short, long):
+        if response.status != 200:
+            raise OSError(f"status {response.status}")
+    return max(0.0, long.took_s - short.took_s) / tokens
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def request_members(result: Probed) -> list[frozenset[str]]:
+    """Return the members of each request type according to the engine's OpenAPI page.
+
+    Empty if the engine has no such page.
+    """
+    page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
+    components = page.get("components") if isinstance(page, dict) else None
+    schemas = components.get("schemas") if isinstance(components, dict) else None
+    requests = [schemas.get(name) for name in REQUEST_SCHEMAS] if isinstance(schemas, dict) else []
+    members = [schema.get("properties") for schema in requests if isinstance(schema, dict)]
+    return [frozenset(schema) for schema in members if isinstance(schema, dict)]

@@ -1,0 +1,41 @@
+"""Checks that the configured Redis is usable: connect, PING, TIME."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.cli.doctor.findings import Finding, bad, good
+from gateway.config import Config
+from gateway.http.tls_clients import redis_options, redis_settings
+
+CHECK = "Redis"
+TIMEOUT_S = 3.0
+
+
+def judge_redis(config: Config) -> Iterator[Finding]:
+    """Yield one finding if the configuration shares state through Redis, none otherwise."""
+    if config.shared is None:
+        return
+    import redis  # slow to import, and only needed here
+
+    from gateway.peers.redis_error import describe_redis_error
+
+    place = config.shared.redis
+    client = redis.Redis.from_url(
+        place.url,
+        username=place.username,
+        password=None if place.password is None else place.password.reveal(),
+        socket_timeout=TIMEOUT_S,
+        socket_connect_timeout=TIMEOUT_S,
+        **redis_options(redis_settings(place.url, place.tls)),
+    )
+    try:
+        client.ping()
+        client.time()
+    except (redis.RedisError, OSError) as error:
+        fix = "until it is repaired, each gateway routes by its own state alone"
+        yield bad(place.url, CHECK, describe_redis_error(error), fix)
+    else:
+        yield good(place.url, CHECK, "it responds")
+    finally:
+        client.close()

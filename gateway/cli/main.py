@@ -1,0 +1,458 @@
+"""The `penstock` command line: arguments, options and dispatch to the commands.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage. What a command does lives in its own module.
+Modules that the gateway must not depend on (mockgpu, planner) and heavy modules are imported only
+when their command runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import msgspec
+import typer
+import typer.core
+import typer.main
+from rich.console import Console
+
+from gateway.cli.admin_client import AdminAddress, Server, with_admin_options
+from gateway.cli.output import Json, all_letters, fail, print_json, say
+from gateway.util.version import is_compiled, own_version
+
+if TYPE_CHECKING:
+    from gateway.config import ConfigError, Loaded, Problem
+    from gateway.workers.supervisor import Supervisor
+
+_COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "mock": "mockgpu.cli:mock",
+        "bench": "planner.bench.cli:bench",
+        "replay": "planner.replay.cli:replay",
+    }
+    | {
+        name: f"gateway.cli.config_commands:{name}"
+        for name in ("status", "reload", "diff", "rollback", "history")
+    }
+    | {name: f"gateway.cli.drain:{name}" for name in ("drain", "undrain")}
+    | {"explain": "gateway.cli.explain:explain", "chaos": "gateway.cli.chaos:chaos"}
+    | {"top": "gateway.cli.top.command:top", "doctor": "gateway.cli.doctor.command:doctor"}
+)
+"""Commands of other modules: name -> "module:function", a function with typer annotations."""
+
+_COMMAND_ORDER = (
+    *(
+        "demo",
+        "serve",
+        "mock",
+        "bench",
+        "replay",
+        "check",
+        "status",
+        "reload",
+        "diff",
+        "plan",
+        "rollback",
+        "history",
+    ),
+    *("drain", "undrain", "top", "explain", "doctor", "chaos", "schema", "version"),
+)
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands in the order a newcomer needs them.
+
+    Commands of other modules are imported on first use.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMAND_ORDER)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMAND_FUNCTIONS:
+            return super().get_command(ctx, cmd_name)
+        module, _, function = _COMMAND_FUNCTIONS[cmd_name].partition(":")
+        command_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        command_app.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(command_app)
+
+
+app = typer.Typer(
+    name="penstock",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a traceback with locals would show secrets
+)
+
+_POLICIES = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
+_DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+
+PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
+AdminPort = Annotated[
+    int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
+]
+
+
+RunningFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--running",
+        help="Configuration to compare with; default: the running one, from --admin.",
+    ),
+]
+FailIfWorseOption = Annotated[
+    float | None,
+    typer.Option(
+        "--fail-if-worse",
+        min=0,
+        metavar="POINTS",
+        help="Exit with status 3 if a pool loses more goodput than this, in percentage points.",
+    ),
+]
+
+
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """A request router and prefill/decode gateway for LLM inference engines."""
+
+
+WRITE_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Error numbers that mean that the output device accepts no more data."""
+
+
+def main() -> None:
+    """Run the command given on the command line and exit."""
+    # numpy is only used to hash prompts, so its linear algebra threads would only idle.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if isinstance(sys.stdout, TextIOWrapper) and not all_letters():
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        app(prog_name="penstock")
+    except OSError as error:
+        if error.errno not in WRITE_FAILURES:
+            raise
+        say(f"cannot write the output: {error.strerror}", style="red", err=True)
+        # Python flushes stdout once more on exit; without this, that flush would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.command()
+def demo(
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, max=64, help="Number of mock TP groups to start.")
+    ] = 4,
+    policy: Annotated[str, typer.Option("--policy", help=_POLICIES)] = "prefix_aware",
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port of the OpenAI API.")
+    ] = 8080,
+    admin_port: Annotated[
+        int, typer.Option("--admin-port", min=1, max=65535, help="Port of the admin server.")
+    ] = 8081,
+    model: Annotated[
+        str, typer.Option("--model", help="Name of the model that the mock TP groups serve.")
+    ] = "demo-8b",
+    speed: Annotated[
+        float, typer.Option("--speed", min=0.01, help="Speed of the mocks relative to real time.")
+    ] = 1.0,
+    split: Annotated[
+        bool,
+        typer.Option("--split", help="Let half of the groups prefill and the other half decode."),
+    ] = False,
+    dialect: Annotated[
+        str, typer.Option("--dialect", help=f"KV transfer dialect, with --split: {_DIALECTS}")
+    ] = "vllm_nixl",
+) -> None:
+    """Start the gateway with mock TP groups on this machine and show what to try. No GPU needed.
+
+    Ctrl-C stops everything.
+    """
+    from gateway.cli.demo import Demo, DemoError, run
+
+    try:
+        raise typer.Exit(
+            run(Demo(groups, policy, port, admin_port, model, speed, dialect if split else None))
+        )
+    except DemoError as error:
+        fail(str(error))
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Configuration file.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
+    ] = None,
+    policy: PolicyName = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Port of the OpenAI API.")
+    ] = None,
+    admin_port: AdminPort = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            max=64,
+            help="Number of gateway processes; overrides the configuration.",
+        ),
+    ] = None,
+) -> None:
+    """Run the gateway for the engines in a configuration file, or those given with --engine."""
+    if (config is None) == (not engine):
+        raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
+    if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
+        raise typer.BadParameter("with --config, set the policy, host and ports in the file")
+    from gateway.config import ConfigError, examine, from_engines
+
+    try:
+        if config is not None:
+            loaded = examine(config, os.environ)
+        else:
+            settings = (
+                policy or "prefix_aware",
+                host or "127.0.0.1",
+                _value_or(port, 8080),
+                _value_or(admin_port, 8081),
+            )
+            loaded = from_engines(engine or [], *settings)
+    except ConfigError as error:
+        _exit_with_problems(error, as_json=False)
+    raise typer.Exit(_serve(loaded, config, workers or loaded.config.workers))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="Configuration file.")],
+    as_json: Json = False,
+) -> None:
+    """Check a configuration file and print every problem with its line and column."""
+    from gateway.config import ConfigError, examine
+
+    try:
+        loaded = examine(file, os.environ)
+    except ConfigError as error:
+        _exit_with_problems(error, as_json=as_json)
+    config = loaded.config
+    endpoints = sum(len(pool.endpoints) for pool in config.pools.values())
+    if as_json:
+        warnings = [_problem_as_json(problem) for problem in loaded.warnings]
+        print_json(
+            {
+                "ok": True,
+                "file": str(file),
+                "endpoints": endpoints,
+                "problems": [],
+                "warnings": warnings,
+            }
+        )
+        return
+    for problem in loaded.warnings:
+        say(f"{problem} (warning)", style="yellow", err=True)
+    say(
+        f"{file} is valid: {len(config.models)} models, {len(config.pools)} pools, "
+        f"{endpoints} endpoints",
+        style="green",
+    )
+
+
+@app.command()
+@with_admin_options
+def plan(
+    admin: AdminAddress,
+    file: Annotated[Path, typer.Argument(help="Configuration file to evaluate.")],
+    last: Annotated[
+        str, typer.Option("--last", metavar="TIME", help="How much of the access log to replay.")
+    ] = "10m",
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Access log; default: that of the running gateway.")
+    ] = None,
+    running: RunningFileOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="GPU type for endpoints without a `gpu` label.")
+    ] = None,
+    fail_if_worse: FailIfWorseOption = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a new configuration with the running one on the recent access log.
+
+    Both are evaluated by replaying the log's requests through simulated engines.
+    """
+    from gateway.config import ConfigError
+    from planner.plan import CaseError, Taken, as_plain, cases, recent, show
+    from planner.plan import plan as planned
+    from planner.traces import TraceError
+
+    seconds = _parse_last(last)
+    try:
+        candidate = _config_as_json(file)
+        if running is not None:
+            running_config = _config_as_json(running)
+        else:
+            running_config = Server(admin, None).ask("GET", "/config")["config"]
+        defaults = Taken(model, gpu)
+        outcome = planned(
+            cases(running_config, defaults),
+            cases(candidate, defaults),
+            recent(log or _access_log_file(running_config), seconds),
+        )
+    except ConfigError as error:
+        _exit_with_problems(error, as_json=as_json)
+    except (CaseError, TraceError) as error:
+        fail(str(error))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
+    else:
+        show(outcome, Console(highlight=False))
+    worst = min((pool.gain for pool in outcome.pools), default=0.0)
+    if fail_if_worse is not None and worst < -fail_if_worse / 100:
+        raise typer.Exit(3)
+
+
+def _parse_last(text: str) -> float:
+    from gateway.util.units import duration_s
+
+    try:
+        return duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--last") from None
+
+
+def _config_as_json(file: Path) -> dict[str, Any]:
+    """Return a configuration in the form of GET /config. Raises ConfigError."""
+    from gateway.config import examine
+
+    return examine(file, os.environ).config.model_dump(mode="json", by_alias=True)
+
+
+def _access_log_file(config: Mapping[str, Any]) -> Path:
+    """Return the path of the running gateway's access log.
+
+    Prints a message and exits with status 1 when the log is not a file.
+    """
+    target = str(config["observability"]["access_log"])
+    if target in ("off", "stdout"):
+        fail(f"the gateway's access log is {target!r}; name a file with --log")
+    return Path(target)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file."""
+    from gateway.config import json_schema
+
+    print_json(json_schema())
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print the version, and whether the hot path is compiled."""
+    own, python, compiled = own_version(), platform.python_version(), is_compiled()
+    if as_json:
+        print_json({"penstock": own, "python": python, "compiled": compiled})
+    else:
+        say(f"penstock {own} (Python {python}{', compiled' if compiled else ''})")
+
+
+def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
+    from gateway.app import App
+    from gateway.http.listener_sockets import ADMIN, API, ActivationError, from_systemd
+    from gateway.lifecycle import run
+    from gateway.restart.channel import ChannelError
+    from gateway.restart.predecessor import find_predecessor
+    from gateway.restart.start_options import Origin, log_reload
+    from gateway.telemetry import operator_log
+    from gateway.util.addresses import is_free
+
+    # A restart is possible only once this process serves; by default the signal would end it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    config = loaded.config
+    try:
+        predecessor = find_predecessor(os.environ)
+        sockets = from_systemd(os.environ) if predecessor is None else predecessor.sockets(config)
+    except (ActivationError, ChannelError) as error:
+        fail(f"cannot use the inherited listening sockets: {error}")
+    activated = frozenset(sockets) if predecessor is None else predecessor.activated
+    for name, listener, flag in (
+        (API, config.listeners.api, "--port"),
+        (ADMIN, config.listeners.admin, "--admin-port"),
+    ):
+        if name not in sockets and listener.port and not is_free(listener.host, listener.port):
+            fail(
+                f"port {listener.port} is in use by another program; "
+                f"choose another in the configuration file or with {flag}"
+            )
+
+    operator_log.configure(config.observability.log)
+
+    def log_addresses(started: App | Supervisor) -> None:
+        logging.getLogger("penstock").info(
+            "API %s/v1, admin %s; press Ctrl-C to stop", started.url, started.admin_url
+        )
+
+    if workers > 1:
+        from gateway.workers import supervisor
+
+        return supervisor.run(
+            loaded, file, os.environ, log_reload, workers, log_addresses, sockets, predecessor
+        )
+    origin = Origin(
+        loaded, file, os.environ, sockets=sockets, activated=activated, predecessor=predecessor
+    )
+    return run(origin, ready=log_addresses)
+
+
+def _value_or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _exit_with_problems(error: ConfigError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        print_json(
+            {
+                "ok": False,
+                "problems": [_problem_as_json(problem) for problem in error.problems],
+                "warnings": [],
+            }
+        )
+    else:
+        for problem in error.problems:
+            say(str(problem), err=True)
+        count = len(error.problems)
+        say(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
+    raise typer.Exit(1)
+
+
+def _problem_as_json(problem: Problem) -> dict[str, object]:
+    return {name: getattr(problem, name) for name in problem.__struct_fields__}

@@ -1,0 +1,281 @@
+"""The interactive `penstock top`, built on textual: the same view, with a cursor and keys.
+
+Lives here: widgets and keys. What is drawn is in render.py, requests go through AdminClient. Needs
+the extra `top`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar, Protocol
+from urllib.parse import quote
+
+from rich.console import Group
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Input, Static
+
+from gateway.admin.fleet_status import DRAINED
+from gateway.cli.admin_client import NoAnswerError
+from gateway.cli.explain import NEWEST
+from gateway.cli.explain import lines as explained
+from gateway.cli.top.render import COLUMNS, cells, flow, heading, reasons
+
+
+class Source(Protocol):
+    """The client that provides views and sends requests: AdminClient, or a fake in tests."""
+
+    def try_ask(self, method: str, path: str) -> Any: ...
+    def stream(self, path: str) -> Iterator[Any]: ...
+
+
+class DetailPage(ModalScreen[None]):
+    """A page over the view; any of its keys closes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "app.pop_screen", "close")]
+    CSS = """
+    DetailPage { align: center middle; }
+    DetailPage Static { width: 90%; padding: 1 2; border: round $primary; }
+    """
+
+    def __init__(self, page: Group) -> None:
+        super().__init__()
+        self._page = page
+
+    def compose(self) -> ComposeResult:
+        yield Static(self._page)
+
+
+class ConfirmDialog(ModalScreen[bool]):
+    """A yes/no question over the view; only `y` answers yes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "yes"),
+        Binding("n,escape,q,enter", "answer(False)", "no"),
+    ]
+    CSS = """
+    ConfirmDialog { align: center middle; }
+    ConfirmDialog Static { width: auto; padding: 1 2; border: round $warning; }
+    """
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}  y / n")
+
+    def action_answer(self, confirmed: bool) -> None:
+        self.dismiss(confirmed)
+
+
+class Top(App[None]):
+    """The application: it redraws the fleet twice a second.
+
+    `shown` is the view on the screen, empty before the first frame.
+    """
+
+    TITLE = "penstock"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #heading { height: auto; padding: 0 1; }
+    DataTable { height: 1fr; }
+    #flow { height: auto; padding: 0 1; }
+    #why { height: auto; max-height: 9; padding: 0 1; border-top: solid $primary-muted; }
+    #filter { display: none; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("d", "drain", "drain / undrain"),
+        Binding("enter", "explain", "explain", priority=False),
+        Binding("p", "pause", "pause"),
+        Binding("slash", "filter", "filter"),
+        Binding("escape", "unfilter", "all", show=False),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self.shown: Mapping[str, Any] = {}
+        self._is_paused = False
+        self._filter = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="heading")
+        yield DataTable[Text](cursor_type="row", zebra_stripes=False)
+        yield Static(id="flow")
+        yield Static(id="why")
+        yield Input(placeholder="filter by name, role or state", id="filter")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        table = self.query_one(DataTable)
+        for name in COLUMNS:
+            table.add_column(name, key=name)
+        table.focus()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """Receive frames in a thread and pass them to the application's event loop."""
+        try:
+            for frame in self._source.stream("/live/stream"):
+                if not self.is_running:
+                    return
+                self.call_from_thread(self.show, frame)
+            ended = "the gateway has closed the stream"
+        except NoAnswerError as error:
+            ended = str(error)
+        except RuntimeError:  # the application has exited meanwhile
+            return
+        if self.is_running:
+            self.call_from_thread(self.notify, ended, severity="error", timeout=3600)
+
+    def show(self, view: Mapping[str, Any]) -> None:
+        """Show the next frame, unless the user has paused."""
+        if not self._is_paused:
+            self.shown = view
+            self._draw()
+
+    def _draw(self) -> None:
+        view = self.shown
+        if not view:
+            return
+        mark = Text(" paused ", "reverse") if self._is_paused else Text("")
+        self.query_one("#heading", Static).update(
+            Group(*heading(view), mark) if self._is_paused else Group(*heading(view))
+        )
+        self._update_table(
+            [row for row in view["endpoints"] if self._filter in _searchable_text(row)]
+        )
+        self.query_one("#flow", Static).update(flow(view["flow"]) if view["flow"]["pairs"] else "")
+        self.query_one("#why", Static).update(Group(*reasons(view["why"])))
+
+    def _update_table(self, endpoints: list[Mapping[str, Any]]) -> None:
+        """Update the table's cells in place, so that the cursor keeps its position."""
+        table = self.query_one(DataTable)
+        keys = [_key(row) for row in endpoints]
+        if [key.value for key in table.rows] != keys:
+            cursor_row = table.cursor_row
+            table.clear()
+            for row in endpoints:
+                table.add_row(*cells(row), key=_key(row))
+            table.move_cursor(row=min(cursor_row, max(0, len(keys) - 1)))
+            return
+        for row in endpoints:
+            for column, cell in zip(COLUMNS, cells(row), strict=True):
+                table.update_cell(_key(row), column, cell, update_width=True)
+
+    def _selected_row(self) -> Mapping[str, Any] | None:
+        table = self.query_one(DataTable)
+        if not table.row_count:
+            return None
+        key = table.ordered_rows[table.cursor_row].key.value
+        return next((row for row in self.shown["endpoints"] if _key(row) == key), None)
+
+    def action_drain(self) -> None:
+        """Drain the selected endpoint after a confirmation, or undrain it."""
+        row = self._selected_row()
+        if row is None:
+            return
+        name = row["name"]
+        if row["state"] in DRAINED:
+            self._change(name, "undrain")
+            return
+        question = (
+            f"Drain {name}? It receives no new requests; {row['in_flight']} in flight will finish."
+        )
+        self.push_screen(
+            ConfirmDialog(question),
+            lambda confirmed: self._change(name, "drain") if confirmed else None,
+        )
+
+    def _change(self, name: str, action: str) -> None:
+        self._ask(
+            "POST",
+            f"/endpoints/{quote(name, safe='')}/{action}",
+            partial(self._on_drain_reply, name),
+        )
+
+    def _on_drain_reply(self, name: str, reply: Mapping[str, Any]) -> None:
+        effect = "receives no new requests" if reply.get("drained") else "receives requests again"
+        self.notify(reply.get("message") or f"{name} {effect}")
+
+    def _ask(self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]) -> None:
+        """Send a request in a thread, and call `tell` with the reply or show the error."""
+
+        def send_request() -> None:
+            try:
+                reply = self._source.try_ask(method, path)
+            except NoAnswerError as error:
+                self.call_from_thread(self.notify, str(error), severity="error")
+            else:
+                self.call_from_thread(on_reply, reply)
+
+        self.run_worker(send_request, thread=True)
+
+    def on_data_table_row_selected(self) -> None:
+        self.action_explain()
+
+    def action_explain(self) -> None:
+        """Show the selected endpoint in full, and why the newest request was routed as it was."""
+        row = self._selected_row()
+        if row is not None:
+            self._ask("GET", f"/explain/{NEWEST}", partial(self._show_details, row))
+
+    def _show_details(self, row: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
+        labels = " ".join(f"{name}={value}" for name, value in row["labels"].items())
+        header = [
+            Text(row["name"], "bold"),
+            Text(f"{row['url']}  {row['pool']} {row['engine']} {labels}"),
+            Text(""),
+        ]
+        diagnosis = [reason for reason in self.shown["why"] if reason["endpoint"] == row["name"]]
+        lines = explained(newest) if "id" in newest else ["no request yet"]
+        self.push_screen(
+            DetailPage(
+                Group(
+                    *header,
+                    *reasons(diagnosis),
+                    Text("\nthe newest request", "bold"),
+                    *map(Text, lines),
+                )
+            )
+        )
+
+    def action_pause(self) -> None:
+        self._is_paused = not self._is_paused
+        self._draw()
+
+    def action_filter(self) -> None:
+        entry = self.query_one("#filter", Input)
+        entry.styles.display = "block"
+        entry.focus()
+
+    def action_unfilter(self) -> None:
+        entry = self.query_one("#filter", Input)
+        entry.value = ""
+        self._hide_filter(entry)
+
+    def on_input_changed(self, changed: Input.Changed) -> None:
+        self._filter = changed.value.strip().lower()
+        self._draw()
+
+    def on_input_submitted(self, submitted: Input.Submitted) -> None:
+        self._hide_filter(submitted.input)
+
+    def _hide_filter(self, entry: Input) -> None:
+        entry.styles.display = "none"
+        self.query_one(DataTable).focus()
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    """Return the key of an endpoint's row; the name alone may be shared with a removed endpoint."""
+    return f"{row['name']} {row['url']} {row['pool']}"
+
+
+def _searchable_text(row: Mapping[str, Any]) -> str:
+    return f"{row['name']} {row['pool']} {row['role']} {row['state']} {row['layout']}".lower()

@@ -1,0 +1,455 @@
+"""Rules between values: clashing names, unknown pools, equal ports, unknown parameters.
+
+They read plain data rather than the typed tree, so that their errors appear in the same run as
+those of single values. Values of a wrong type have been reported already and are ignored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from os.path import normpath
+from typing import Any
+
+import msgspec
+
+from gateway.config import isolation_rules, layout_rules, role_rules
+from gateway.config.problems import Path, did_you_mean, show_path
+from gateway.config.rule_findings import Finding, get, items
+from gateway.config.tree import Slos
+from gateway.config.values import engine_url, without_scheme
+from gateway.config.yaml_source import Substituted, numbers_if_substituted
+from policies import admission_registry, registry
+
+
+def errors(data: Any) -> Iterator[Finding]:
+    """Yield everything in `data` (plain values as read) that is inconsistent."""
+    yield from _model_names(data)
+    yield from _model_pools(data)
+    yield from _served_models(data)
+    yield from _endpoints(data)
+    yield from _discovery_sources(data)
+    yield from _ports(data)
+    yield from _tenants(data)
+    yield from _misplaced_files(data)
+    yield from role_rules.errors(data)
+    yield from layout_rules.errors(data)
+    yield from isolation_rules.errors(data)
+    yield from _overflows(data)
+    yield from _classes(data)
+    yield from _rotation(data)
+    for path, spec in items(get(data, "pools"), ("pools",)):
+        yield from _registered(_POLICIES, get(spec, "policy"), (*path, "policy"))
+        yield from _trials(data, spec, path)
+        yield from _registered(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
+
+
+def warnings(data: Any) -> Iterator[Finding]:
+    """Yield what is allowed but probably unintended."""
+    host = get(get(get(data, "listeners"), "admin"), "host")
+    if isinstance(host, str) and not _is_local(host):
+        text = (
+            f"{host!r} makes the admin server, which shows the fleet, reachable from elsewhere; "
+            "127.0.0.1 keeps it local"
+        )
+        yield Finding(("listeners", "admin", "host"), text)
+    used = {get(model, "pool") for _, model in items(get(data, "models"), ("models",))}
+    for path, _ in items(get(data, "pools"), ("pools",)):
+        if used and path[-1] not in used:
+            yield Finding(path, "no model uses this pool", on_key=True)
+    yield from _unused_names(data)
+    yield from _names_to_list(data)
+    yield from role_rules.warnings(data)
+    yield from layout_rules.warnings(data)
+    yield from isolation_rules.warnings(data)
+    yield from _unverified(data)
+    yield from _literal_secrets(data)
+
+
+def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield every section named tls, as plain data."""
+    for name in ("api", "admin"):
+        yield ("listeners", name, "tls"), get(get(get(data, "listeners"), name), "tls")
+    for path, spec in _specs(data):
+        yield (*path, "tls"), get(spec, "tls")
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield (
+            (*path, "discover", "endpoint", "tls"),
+            get(get(get(pool, "discover"), "endpoint"), "tls"),
+        )
+    yield ("shared", "redis", "tls"), get(get(get(data, "shared"), "redis"), "tls")
+
+
+def _unverified(data: Any) -> Iterator[Finding]:
+    for path, section in tls_sections(data):
+        if get(section, "verify") is False:
+            text = "accepts any server: anyone who redirects the connection can read and change it"
+            yield Finding((*path, "verify"), text)
+
+
+def _literal_secrets(data: Any) -> Iterator[Finding]:
+    text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
+    for path, value in _secrets(data):
+        if isinstance(value, str) and not isinstance(value, Substituted):
+            yield Finding(path, text)
+
+
+def secrets_in_clear(data: Any) -> Iterator[Path]:
+    """Yield where a secret is in the text itself, if only as the default of a reference."""
+    for path, value in _secrets(data):
+        if value is not None and not (isinstance(value, Substituted) and value.all_by_reference):
+            yield path
+
+
+def _misplaced_files(data: Any) -> Iterator[Finding]:
+    """Yield ${file:...} references outside secrets.
+
+    Names and labels are shown on many pages, so anyone who may submit a configuration could read
+    any file through them.
+    """
+    text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
+    secrets = {path for path, _ in _secrets(data)}
+    for path, value in _leaves(data, ()):
+        if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
+            yield Finding(path, text)
+
+
+def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    pairs: Any = None
+    if isinstance(data, dict):
+        pairs = data.items()
+    elif isinstance(data, list):
+        pairs = enumerate(data)
+    if pairs is None:
+        yield path, data
+        return
+    for key, value in pairs:
+        yield from _leaves(value, (*path, key))
+
+
+def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the path of every secret and its value, if any."""
+    yield from (((*path, key), get(owner, key)) for path, owner, key in _secret_owners(data))
+    yield from _further_keys(data)
+
+
+def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
+    for path, tenant in items(get(data, "tenants"), ("tenants",)):
+        keys = get(tenant, "keys")
+        yield from (
+            ((*path, "keys", index), key)
+            for index, key in enumerate(keys if isinstance(keys, list) else ())
+        )
+
+
+def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
+    yield (("admin",), get(data, "admin"), "key")
+    yield (("cache",), get(data, "cache"), "secret")
+    yield (("observability", "traces"), get(get(data, "observability"), "traces"), "key")
+    shared = get(data, "shared")
+    yield (("shared",), shared, "key")
+    yield (("shared", "redis"), get(shared, "redis"), "password")
+    yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
+    yield from ((path, spec, "api_key") for path, spec in _specs(data))
+    for path, section in tls_sections(data):
+        yield (path, section, "key_password")
+        yield from (
+            (inner, pair, "key_password")
+            for inner, pair in items(get(section, "more"), (*path, "more"))
+        )
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
+
+
+def _rotation(data: Any) -> Iterator[Finding]:
+    section = get(data, "observability")
+    log = get(section, "access_log")
+    is_file = log is not None and log not in ("stdout", "off")
+    if isinstance(get(section, "access_rotate"), dict) and not is_file:
+        text = (
+            f"needs a file to rotate, and access_log is {log or 'stdout'}; give access_log a path"
+        )
+        yield Finding(("observability", "access_rotate"), text, on_key=True)
+
+
+def _unique(values: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+    seen: dict[str, Path] = {}
+    for path, text in values:
+        if text in seen:
+            yield Finding(path, f"{what} is already taken by {show_path(seen[text])}")
+        seen.setdefault(text, path)
+
+
+def _model_names(data: Any) -> Iterator[Finding]:
+    def names() -> Iterator[tuple[Path, str]]:
+        for path, model in items(get(data, "models"), ("models",)):
+            if isinstance(get(model, "name"), str):
+                yield (*path, "name"), model["name"]
+            aliases = get(model, "aliases")
+            for index, alias in enumerate(aliases if isinstance(aliases, list) else ()):
+                if isinstance(alias, str):
+                    yield (*path, "aliases", index), alias
+
+    yield from _unique(names(), "this name")
+
+
+def _model_pools(data: Any) -> Iterator[Finding]:
+    pools = get(data, "pools")
+    if not isinstance(pools, dict) or not pools:
+        return
+    for path, model in items(get(data, "models"), ("models",)):
+        pool = get(model, "pool")
+        if isinstance(pool, str) and pool not in pools:
+            yield Finding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
+    if not get(data, "models") and len(pools) > 1:
+        yield Finding(("pools",), "several pools need models that say which pool serves which name")
+
+
+def _served_models(data: Any) -> Iterator[Finding]:
+    """Yield each endpoint's served_model of which it is unclear what model of its pool it means."""
+    for path, served, names in _shared_names(data):
+        if served not in names:
+            text = f"could mean any model of its pool ({', '.join(names)})"
+            remedy = "leave it out and set served_model of that model under models"
+            yield Finding(path, f"{text}: {remedy}")
+
+
+def _names_to_list(data: Any) -> Iterator[Finding]:
+    for path, served, names in _shared_names(data):
+        if served in names:
+            others = ", ".join(name for name in names if name != served)
+            text = f"is the name of {served} only: the engine must list {others}"
+            yield Finding(path, f"{text}, or served_model under models must be a name it lists")
+
+
+def _shared_names(data: Any) -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield path and value of each served_model that could mean several models, and their names."""
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        names = role_rules.unnamed_models(data, path[-1])
+        template = get(get(pool, "discover"), "endpoint")
+        specs = [
+            *items(get(pool, "endpoints"), (*path, "endpoints")),
+            ((*path, "discover", "endpoint"), template),
+        ]
+        for spec_path, spec in specs if len(names) > 1 else ():
+            if isinstance(served := get(spec, "served_model"), str):
+                yield (*spec_path, "served_model"), served, names
+
+
+def _unused_names(data: Any) -> Iterator[Finding]:
+    for path, spec in () if get(data, "models") else _specs(data):
+        if get(spec, "served_model") is not None:
+            text = "has no effect without models: requests use the names that engines list"
+            yield Finding((*path, "served_model"), text)
+
+
+def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield every endpoint of every pool."""
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield from items(get(pool, "endpoints"), (*path, "endpoints"))
+
+
+def _endpoints(data: Any) -> Iterator[Finding]:
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        if "endpoints" not in pool and get(pool, "discover") is None:
+            yield Finding((*path, "endpoints"), "is missing: The TP groups.")
+        elif get(pool, "endpoints") == [] and get(pool, "discover") is None:
+            yield Finding((*path, "endpoints"), "is empty; it needs at least one item")
+    specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
+    urls = [((*path, "url"), _normalized(spec["url"])) for path, spec in specs]
+    yield from _unique(iter(urls), "this url")
+    given = [
+        ((*path, "name"), spec["name"])
+        for path, spec in specs
+        if isinstance(get(spec, "name"), str)
+    ]
+    derived = [
+        (path, without_scheme(url))
+        for (path, url), (_, spec) in zip(urls, specs, strict=True)
+        if get(spec, "name") is None
+    ]
+    # Given names come last, because they are what can be changed to resolve a clash.
+    yield from _unique(iter(derived + given), "this name")
+
+
+def _discovery_sources(data: Any) -> Iterator[Finding]:
+    """Yield sources that another pool already uses.
+
+    Endpoint names are unique over all pools, so the second pool would never get any endpoint.
+    """
+    sources = []
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        discover = get(pool, "discover")
+        for kind in ("dns", "file", "kubernetes"):
+            key = _source_key(kind, get(discover, kind))
+            if key is not None:
+                sources.append(((*path, "discover", kind), key))
+    yield from _unique(iter(sources), "this source")
+
+
+def _source_key(kind: str, value: Any) -> str | None:
+    """Return a text that is equal for equal sources; None if the value is missing or invalid."""
+    if kind == "kubernetes":
+        service = get(value, "service")
+        if not isinstance(service, str):
+            return None
+        return f"{kind} {service} {get(value, 'namespace')} {get(value, 'port')}"
+    if not isinstance(value, str):
+        return None
+    return f"{kind} {value.lower() if kind == 'dns' else normpath(value)}"
+
+
+def _normalized(url: str) -> str:
+    """Return the URL as in the typed tree; an invalid one as written."""
+    try:
+        return engine_url(str(url))
+    except ValueError:
+        return str(url)
+
+
+def _ports(data: Any) -> Iterator[Finding]:
+    listeners = get(data, "listeners")
+    api, admin = get(listeners, "api"), get(listeners, "admin")
+    api_port, admin_port = _port(api, 8080), _port(admin, 8081)
+    if api_port == admin_port and api_port not in ("0", None):
+        side = "admin" if get(admin, "port") is not None else "api"
+        text = f"both listeners take port {api_port}; the admin server needs its own"
+        yield Finding(("listeners", side, "port"), text)
+
+
+def _port(listener: Any, default: int) -> str | None:
+    port = get(listener, "port")
+    return str(default if port is None else port)
+
+
+def _tenants(data: Any) -> Iterator[Finding]:
+    tenants = list(items(get(data, "tenants"), ("tenants",)))
+    names = (
+        ((*path, "name"), item["name"])
+        for path, item in tenants
+        if isinstance(get(item, "name"), str)
+    )
+    yield from _unique(names, "this name")
+    keys = [((*path, "key"), get(item, "key")) for path, item in tenants]
+    all_keys = (*keys, *_further_keys(data))
+    yield from _unique(((path, key) for path, key in all_keys if isinstance(key, str)), "this key")
+
+
+def _overflows(data: Any) -> Iterator[Finding]:
+    """Yield overflow models that are unknown, the model itself, or given twice."""
+    values = [get(model, "name") for _, model in items(get(data, "models"), ("models",))]
+    names = [name for name in values if isinstance(name, str)]
+    for path, model in items(get(data, "models"), ("models",)):
+        own = get(model, "name")
+        targets = [
+            ((*tier_path, "model"), tier["model"])
+            for tier_path, tier in items(get(model, "overflow"), (*path, "overflow"))
+            if isinstance(get(tier, "model"), str)
+        ]
+        for target_path, target in targets:
+            if target not in names:
+                text = f"there is no model {target!r}{did_you_mean(target, names)}"
+                yield Finding(target_path, text)
+            elif target == own:
+                yield Finding(target_path, "a model cannot overflow into itself")
+        yield from _unique(iter(targets), "this model")
+
+
+def _classes(data: Any) -> Iterator[Finding]:
+    """Yield references to service classes that do not exist."""
+    slo = get(data, "slo")
+    classes = get(slo, "classes")
+    known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
+    default = get(slo, "default")
+    uses = [(("slo", "default"), default), *_class_uses(data)]
+    for path, name in uses:
+        if isinstance(name, str) and name not in known:
+            yield Finding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
+    if default is None and Slos().default not in known:
+        yield Finding(
+            ("slo", "classes"),
+            f"there is no class {Slos().default!r} here; name another in slo.default",
+        )
+
+
+def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
+    for section in ("models", "tenants"):
+        for path, item in items(get(data, section), (section,)):
+            yield (*path, "slo"), get(item, "slo")
+
+
+class _Registry(msgspec.Struct, frozen=True):
+    """Something that is chosen by name, with parameters. `what` is its kind in words."""
+
+    what: str
+    names: Callable[[], tuple[str, ...]]
+    params_type: Callable[[str], type[msgspec.Struct]]
+
+
+_POLICIES = _Registry("policy", registry.names, registry.params_type)
+_ADMISSIONS = _Registry("admission", admission_registry.names, admission_registry.params_type)
+
+
+def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
+    name = spec if isinstance(spec, str) else get(spec, "name")
+    if not isinstance(name, str):
+        return
+    known = registry.names()
+    if name not in known:
+        name_path = path if isinstance(spec, str) else (*path, "name")
+        text = f"there is no {registry.what} {name!r}{did_you_mean(name, known)}"
+        yield Finding(name_path, text)
+        return
+    parameters = get(spec, "parameters")
+    params_type = registry.params_type(name)
+    fields = {field.name: field for field in msgspec.structs.fields(params_type)}
+    if not isinstance(parameters, dict):
+        return
+    findings = [
+        finding
+        for key, value in parameters.items()
+        for finding in _parameter(name, key, value, fields, (*path, "parameters", key))
+    ]
+    yield from findings or _combination(params_type, parameters, (*path, "parameters"))
+
+
+def _trials(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
+    """Yield errors of shadow and canary policies, and unknown tenants of a canary."""
+    shadows = get(pool, "shadow")
+    for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
+        yield from _registered(_POLICIES, spec, (*path, "shadow", index))
+    canary = get(pool, "canary")
+    yield from _registered(_POLICIES, get(canary, "policy"), (*path, "canary", "policy"))
+    names = [get(tenant, "name") for _, tenant in items(get(data, "tenants"), ("tenants",))]
+    known = [name for name in names if isinstance(name, str)]
+    tenants = get(canary, "tenants")
+    for index, name in enumerate(tenants if isinstance(tenants, list) else ()):
+        if isinstance(name, str) and name not in known:
+            text = f"there is no tenant {name!r}{did_you_mean(name, known)}"
+            yield Finding((*path, "canary", "tenants", index), text)
+
+
+def _parameter(
+    owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
+    if key not in fields:
+        hint = did_you_mean(key, fields) if fields else "; it has none"
+        yield Finding(path, f"{owner} has no parameter {key}{hint}", on_key=True)
+        return
+    try:
+        msgspec.convert(numbers_if_substituted(value), fields[key].type)
+    except msgspec.ValidationError as error:
+        yield Finding(path, str(error))
+
+
+def _combination(
+    params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
+) -> Iterator[Finding]:
+    """Yield what the type's own rules say about parameters that are each valid."""
+    try:
+        msgspec.convert(numbers_if_substituted(given), params)
+    except msgspec.ValidationError as error:
+        yield Finding(path, str(error), on_key=True)
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

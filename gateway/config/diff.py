@@ -1,0 +1,195 @@
+"""Differences between two configurations in an operator's terms, and a configuration for display.
+
+Values are compared by meaning (1s equals 1000ms) and shown as written: a reference is never
+resolved, and a secret in the text is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.config.load import MASK, Loaded, default_of
+from gateway.config.problems import Path, show_path
+from gateway.config.values import Secret, without_scheme
+
+_POLICY = frozenset({"name", "parameters"})
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One difference. `before` is None if added, `after` if removed.
+
+    Equal texts mean that a reference now has another value.
+    """
+
+    path: str
+    before: str | None
+    after: str | None
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.path}: added {self.after}"
+        if self.after is None:
+            return f"{self.path}: removed {self.before}"
+        if self.before == self.after:
+            return f"{self.path}: {self.after} has another value now"
+        return f"{self.path}: {self.before} -> {self.after}"
+
+
+def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
+    """Return all differences, in the order of the file format."""
+    old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
+    differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
+
+    def hide(text: str) -> str:
+        return after.resolved.hide(before.resolved.hide(text))
+
+    return tuple(
+        Change(
+            hide(change.path),
+            None if change.before is None else hide(change.before),
+            None if change.after is None else hide(change.after),
+        )
+        for change in (*differences, *_changed_files(before, after))
+    )
+
+
+def _changed_files(before: Loaded, after: Loaded) -> Iterator[Change]:
+    """Yield the files that have the same path in both configurations but other content."""
+    for path, digest in after.files.items():
+        name = after.written.get(path)
+        if before.files.get(path, digest) != digest and before.written.get(path) == name:
+            yield Change(show_path(path), str(name), str(name))
+
+
+def shown(loaded: Loaded) -> dict[str, Any]:
+    """Return the configuration as JSON values: with defaults, masked secrets, and references."""
+    tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
+    for path, text in loaded.written.items():
+        if isinstance(text, str) and "${" in text:
+            _put(tree, path, text)
+    return tree
+
+
+def _put(tree: Any, path: Path, text: str) -> None:
+    for part in path[:-1]:
+        try:
+            tree = tree[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if isinstance(tree, dict):
+        tree[str(path[-1])] = text
+    elif isinstance(tree, list) and isinstance(path[-1], int):
+        tree[path[-1]] = text
+
+
+class _Side(msgspec.Struct, frozen=True):
+    """A value of one of the two configurations, and its path in that configuration's text."""
+
+    written: Mapping[Path, object]
+    value: Any
+    path: Path
+
+    def children(self) -> dict[str, _Side] | None:
+        """Return the members by key, and those of a list by identity; None for a plain value."""
+        if isinstance(self.value, dict):
+            return {
+                key: _Side(self.written, value, (*self.path, key))
+                for key, value in self.value.items()
+            }
+        if isinstance(self.value, list | tuple) and self.value and isinstance(self.value[0], dict):
+            return {
+                _identity(value): _Side(self.written, value, (*self.path, index))
+                for index, value in enumerate(self.value)
+            }
+        return None
+
+    def text(self) -> str:
+        """Return the value as an operator would write it."""
+        written = self.written.get(self.path)
+        if isinstance(self.value, Secret):
+            return written if isinstance(written, str) else MASK
+        if isinstance(self.value, dict) and written is None:
+            return self._mapping_text()
+        if isinstance(self.value, list | tuple):
+            items = [
+                _Side(self.written, item, (*self.path, index)).text()
+                for index, item in enumerate(self.value)
+            ]
+            return f"[{', '.join(items)}]"
+        return _plain(default_of(self.path, self.value) if written is None else written)
+
+    def _mapping_text(self) -> str:
+        children = self.children() or {}
+        if children.keys() == _POLICY and not self.value["parameters"]:
+            return children["name"].text()
+        if "url" in self.value:
+            if self.written.get((*self.path, "url")) is None:
+                return str(self.value["url"])
+            return children["url"].text()
+        given = {
+            key: side
+            for key, side in children.items()
+            if any(path[: len(side.path)] == side.path for path in self.written)
+        }
+        return "{" + ", ".join(f"{key}: {side.text()}" for key, side in given.items()) + "}"
+
+
+def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
+    if old.value == new.value:
+        return
+    olds, news = old.children(), new.children()
+    if isinstance(old.value, list | tuple) and isinstance(new.value, list | tuple):
+        olds, news = _or_empty(old, olds, news), _or_empty(new, news, olds)
+    renamed = (
+        olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
+    )
+    if olds is None or news is None or renamed:
+        yield Change(show_path(path), old.text(), new.text())
+        return
+    for key in {**olds, **news}:
+        before, after = olds.get(key), news.get(key)
+        here = (*path, _name(after or before, key))
+        if before is None and after is not None:
+            yield Change(show_path(here), None, after.text())
+        elif after is None and before is not None:
+            yield Change(show_path(here), before.text(), None)
+        elif before is not None and after is not None:
+            yield from _walk(before, after, here)
+
+
+def _or_empty(
+    side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
+) -> dict[str, _Side] | None:
+    """Give an empty list no children instead of None if the other side is a list of mappings."""
+    return {} if mine is None and theirs is not None and not side.value else mine
+
+
+def _identity(item: Mapping[str, Any]) -> str:
+    return str(item.get("url") or item.get("name"))
+
+
+def _name(side: _Side | None, key: str) -> str:
+    """Return the shown name of a child.
+
+    An endpoint is shown by its name rather than its URL, and a reference as it is written.
+    """
+    if side is None or not isinstance(side.value, dict) or not isinstance(side.path[-1], int):
+        return key
+    paths = ((*side.path, "name"), (*side.path, "url"), side.path)
+    written = [side.written.get(path) for path in paths]
+    reference = next((text for text in written if isinstance(text, str) and "${" in text), None)
+    if "url" in side.value:
+        own_name = side.value.get("name")
+        if reference is not None and reference in written[: 1 if own_name else 2]:
+            return reference
+        return str(own_name or without_scheme(key))
+    return reference or key
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

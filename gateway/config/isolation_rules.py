@@ -1,0 +1,122 @@
+"""Rules about tenants: their names, their endpoints, and the isolation of engines' caches.
+
+An engine that does not support cache salts has one cache for everything it serves. The salts
+themselves are in http/cache_salts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from gateway.config.problems import Path, did_you_mean
+from gateway.config.rule_findings import Finding, get, items
+
+# The request member in which an engine expects a cache salt. TensorRT-LLM supports one for chat
+# only, and its completions API rejects unknown members.
+SALT_MEMBERS: Mapping[str, str] = MappingProxyType({"vllm": "cache_salt", "sglang": "extra_key"})
+
+
+def salt_member(engine: str, cache_salt: bool | None) -> str:
+    """Return the request member for an endpoint's cache salt; "" if it does not support one.
+
+    `cache_salt` is the endpoint's setting in the configuration.
+    """
+    return "" if cache_salt is False else SALT_MEMBERS.get(engine, "")
+
+
+def errors(data: Any) -> Iterator[Finding]:
+    """Yield unknown tenants, and endpoints that cannot isolate tenants although they must."""
+    names = [
+        name
+        for name in (get(tenant, "name") for _, tenant in _tenants(data))
+        if isinstance(name, str)
+    ]
+    required, domains = get(get(data, "cache"), "isolate") == "required", _domains(data)
+    for path, spec in _specs(data):
+        for index, name in enumerate(_list(get(spec, "tenants"))):
+            if isinstance(name, str) and name not in names:
+                yield Finding(
+                    (*path, "tenants", index),
+                    f"there is no tenant {name!r}{did_you_mean(name, names)}",
+                )
+        if get(spec, "cache_salt") is True and not _takes_salt(spec):
+            yield Finding(
+                (*path, "cache_salt"),
+                f"{get(spec, 'engine')} does not support it: its completions reject a cache salt",
+            )
+        elif required and len(_served(spec, domains)) > 1:
+            text = (
+                f"{_name(spec)} takes no cache salt, so with isolate: required it may serve one "
+                "tenant only; name it under tenants"
+            )
+            yield Finding(path, text, on_key=True)
+
+
+def warnings(data: Any) -> Iterator[Finding]:
+    """Yield tenants that share a cache unintentionally, and salts that change with an API key."""
+    cache, domains = get(data, "cache"), _domains(data)
+    if len(set(domains.values())) < 2 or get(cache, "isolate") in ("off", False):
+        return
+    for path, spec in _specs(data):
+        if len(_served(spec, domains)) > 1:
+            text = (
+                f"{_name(spec)} takes no cache salt, so tenants share its cached prompts and can "
+                "detect each other's by their response time"
+            )
+            yield Finding(path, text, on_key=True)
+    if get(cache, "secret") is None and get(data, "shared") is None:
+        text = (
+            "cache salts are derived from these keys, so a new key empties its tenant's cache; "
+            "set cache.secret"
+        )
+        yield Finding(("tenants",), text, on_key=True)
+
+
+def _served(spec: Any, domains: Mapping[str, str]) -> set[str]:
+    """Return the cache domains that an endpoint serves but cannot keep apart; empty if it can."""
+    if _takes_salt(spec):
+        return set()
+    names = [name for name in _list(get(spec, "tenants")) if isinstance(name, str)]
+    if not names:
+        return set(domains.values())
+    return {domains[name] for name in names if name in domains}
+
+
+def _takes_salt(spec: Any) -> bool:
+    engine, setting = get(spec, "engine"), get(spec, "cache_salt")
+    cache_salt = setting if isinstance(setting, bool) else None
+    return bool(salt_member(str(engine or "vllm"), cache_salt))
+
+
+def _domains(data: Any) -> dict[str, str]:
+    """Return each tenant's cache domain: equal for tenants that share cached prompts."""
+    domains: dict[str, str] = {}
+    for _, tenant in _tenants(data):
+        name, group = get(tenant, "name"), get(tenant, "cache_group")
+        if isinstance(name, str):
+            domains[name] = f"group {group}" if isinstance(group, str) else f"tenant {name}"
+    return domains
+
+
+def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    return items(get(data, "tenants"), ("tenants",))
+
+
+def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield every endpoint, and the section for discovered ones."""
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield from items(get(pool, "endpoints"), (*path, "endpoints"))
+        discover = get(pool, "discover")
+        if isinstance(discover, dict):
+            yield (*path, "discover"), get(discover, "endpoint") or {}
+
+
+def _name(spec: Any) -> str:
+    name = get(spec, "name") or str(get(spec, "url") or "a discovered endpoint")
+    return str(name).removeprefix("http://")
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()

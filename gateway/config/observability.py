@@ -1,0 +1,85 @@
+"""Sections for what the gateway reports about itself: access log, explanations, traces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
+
+from gateway.config.values import CollectorUrl, Duration, Secret, Section, Size, sendable, setting
+from gateway.config.yaml_source import number_if_substituted
+
+LEAST_LOG_BYTES = 64 << 10
+
+
+class Traces(Section):
+    """Request traces for an OpenTelemetry collector. They contain no prompt, header or key."""
+
+    endpoint: CollectorUrl = Field(
+        description="OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces."
+    )
+    ratio: Annotated[float, Field(ge=0, le=1), BeforeValidator(number_if_substituted)] = setting(
+        0.01,
+        "Share of requests that are traced. A request with a traceparent is traced if that is "
+        "sampled, and only then.",
+    )
+    key: Secret | None = setting(None, "Bearer token for the collector, by reference.")
+
+    _sendable_key = field_validator("key")(sendable)
+
+
+class Rotate(Section):
+    """Rotation of the access log's file. Older files are named FILE.1 (the newest), FILE.2, ..."""
+
+    size: Size = setting("100MiB", "Size at which a new file begins.")
+    keep: Annotated[
+        int, Field(strict=True, ge=1, le=1000), BeforeValidator(number_if_substituted)
+    ] = setting(5, "Number of older files to keep.")
+
+    @field_validator("size")
+    @classmethod
+    def _large_enough(cls, size: int) -> int:
+        if size < LEAST_LOG_BYTES:
+            raise ValueError(
+                f"is too small for a log file; it must be at least {LEAST_LOG_BYTES >> 10}KiB"
+            )
+        return size
+
+
+class OperatorLog(Section):
+    """The gateway's own log messages, on stderr."""
+
+    format: Literal["text", "json"] = setting("text", "Plain lines, or one JSON object per line.")
+    level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Lowest severity that is written."
+    )
+
+
+class Observability(Section):
+    """What the gateway reports about itself."""
+
+    access_log: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = setting(
+        "stdout", "Where to write one JSON line per request: stdout, off, or the path of a file."
+    )
+    access_flush: Duration = setting(
+        "200ms", "Maximum time a line waits to be written together with others."
+    )
+    access_blocks: Annotated[bool, Field(strict=True)] = setting(
+        False,
+        "Whether lines contain the keys of prompt blocks, which show a replay what prompts have "
+        "in common.",
+    )
+    access_rotate: Rotate | None = setting(
+        None,
+        "When to begin a new file of the access log. By default never, so that logrotate can.",
+    )
+    log: OperatorLog = setting({}, "The gateway's own log, on stderr.")
+    tenants: Annotated[bool, Field(strict=True)] = setting(
+        False, "Whether penstock_goodput_total has a label for the tenant, for up to 64 tenants."
+    )
+    explained: Annotated[
+        int, Field(strict=True, ge=0, le=65536), BeforeValidator(number_if_substituted)
+    ] = setting(
+        512, "Number of latest requests that /explain/{id} of the admin server can explain."
+    )
+    traces: Traces | None = setting(None, "Where traces go; by default no request is traced.")

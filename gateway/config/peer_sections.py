@@ -1,0 +1,54 @@
+"""Sections for the view that several gateways share, and for its Redis."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from gateway.config.tls_sections import ClientTls
+from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Size, setting
+
+
+class Redis(Section):
+    """The Redis through which gateways exchange state.
+
+    Messages are authenticated but not encrypted; rediss:// encrypts the connection.
+    """
+
+    url: RedisUrl = Field(
+        description="redis://host:port, or rediss:// for TLS; a path is the number of the database."
+    )
+    username: Name | None = setting(None, "User name, if Redis has several users.")
+    password: Secret | None = setting(None, "Its password, by reference: ${NAME} or ${file:/path}.")
+    tls: ClientTls | None = setting(
+        None, "Files for rediss://; by default the system's authorities are trusted."
+    )
+
+    @model_validator(mode="after")
+    def _needs_tls_url(self) -> Redis:
+        if self.tls is not None and not self.url.startswith("rediss://"):
+            raise ValueError("tls needs a url that begins with rediss://")
+        return self
+
+
+class Shared(Section):
+    """One view among the gateways of a fleet. A gateway without contact uses its own knowledge."""
+
+    redis: Redis = Field(description="Where the gateways exchange state.")
+    key: Secret = Field(
+        description="A key common to all gateways, by reference; at least 16 characters."
+    )
+    fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
+        "penstock",
+        "Name of the fleet, which its keys in Redis begin with, so that fleets can share a Redis.",
+    )
+    flush: Interval = setting("75ms", "How long updates are collected before they are sent.")
+    memory: Size = setting("16MiB", "Memory for what a new gateway receives from the others.")
+
+    @field_validator("key")
+    @classmethod
+    def _long_enough(cls, key: Secret) -> Secret:
+        if len(key.reveal()) < 16:
+            raise ValueError("is shorter than 16 characters, so it could be guessed")
+        return key

@@ -1,0 +1,78 @@
+"""Sections in which a pool chooses by name: its policies and its admission.
+
+The policies themselves are in policies/registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from gateway.config.values import Name, Section, setting
+from gateway.config.yaml_source import number_if_substituted, numbers_if_substituted
+
+
+class PolicySpec(Section):
+    """The policy that picks an endpoint: its name, alone or with parameters."""
+
+    name: Name = Field(description="prefix_aware, priced, or another of the table below.")
+    params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
+        default={},
+        alias="parameters",
+        description="The policy's own parameters; unknown ones are an error.",
+    )
+
+
+class AdmissionSpec(Section):
+    """The admission that lets requests in, queues or refuses them: its name, or with parameters."""
+
+    name: Name = Field(description="none, cap, priced, or another of the table below.")
+    params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
+        default={},
+        alias="parameters",
+        description="The admission's own parameters; unknown ones are an error.",
+    )
+
+
+def _by_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class _NameAlone:
+    """Adds to the JSON schema that the name alone is allowed in place of the mapping."""
+
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(core)]}
+
+
+PolicyChoice = Annotated[PolicySpec, BeforeValidator(_by_name), _NameAlone()]
+AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone()]
+
+
+class Canary(Section):
+    """A policy that serves part of the pool's requests, on trial beside the pool's own policy."""
+
+    policy: PolicyChoice = Field(
+        description="The policy's name, or a mapping of name and parameters."
+    )
+    percent: (
+        Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
+    ) = setting(
+        None,
+        "Percentage of sessions that it serves; a request without a session counts as a session.",
+    )
+    tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
+        (), "Instead of a percentage: the tenants all of whose requests it serves."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_selector(self) -> Canary:
+        if (self.percent is None) == (not self.tenants):
+            raise ValueError("needs either percent or tenants, to select the requests it serves")
+        return self

@@ -1,0 +1,81 @@
+"""Sections for tenants and for the isolation of engines' prompt caches between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from gateway.config.values import Count, Name, Secret, Section, Weight, sendable, setting
+from gateway.config.yaml_source import number_if_substituted
+
+LEAST_SECRET = 16
+
+
+class TenantLimits(Section):
+    """Rate limits of a tenant, over all gateways with one view; more requests get 429."""
+
+    requests_per_minute: Count | None = setting(None, "Requests per minute; unlimited by default.")
+    tokens_per_minute: Count | None = setting(
+        None,
+        "Tokens of prompts and responses per minute; a response counts with its expected length "
+        "until it is known. Unlimited by default.",
+    )
+
+
+class Tenant(Section):
+    """A client with API keys of its own. Without tenants, the API is open to any client."""
+
+    name: Name = Field(description="Its name in logs and metrics.")
+    key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
+    keys: Annotated[tuple[Secret, ...], Field(max_length=8)] = setting(
+        (), "Further valid API keys, for example while a key is being replaced; by reference."
+    )
+    cache_group: Name | None = setting(
+        None,
+        "Tenants with the same group share cached prompts; a tenant without one shares with no "
+        "other.",
+    )
+    slo: Name | None = setting(None, "Service class of its requests that name none.")
+    weight: Weight = setting(1.0, "Its share of an overloaded pool, relative to other tenants.")
+    priority: Annotated[
+        int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)
+    ] = setting(0, "Highest priority of its requests; a higher one is reduced to this.")
+    limits: TenantLimits = setting({}, "Rate limits.")
+
+    _sendable_key = field_validator("key")(sendable)
+
+    @field_validator("keys")
+    @classmethod
+    def _sendable_keys(cls, keys: tuple[Secret, ...]) -> tuple[Secret, ...]:
+        for key in keys:
+            sendable(key)
+        return keys
+
+
+class Cache(Section):
+    """Which tenants may share cached prompts on the engines."""
+
+    isolate: Literal["on", "required", "off"] = setting(
+        "on",
+        "on: every tenant has its own cache salt; check and doctor name engines that do not "
+        "support one. required: such an engine may serve only one tenant. off: all tenants share.",
+    )
+    secret: Secret | None = setting(
+        None,
+        "Secret that cache salts are derived from, by reference; at least 16 characters, equal on "
+        "all gateways. Default: shared.key, else the tenants' API keys.",
+    )
+
+    @field_validator("isolate", mode="before")
+    @classmethod
+    def _from_bool(cls, value: object) -> object:
+        """Accept booleans, which YAML 1.1 tools write for on and off."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @field_validator("secret")
+    @classmethod
+    def _long_enough(cls, secret: Secret | None) -> Secret | None:
+        if secret is not None and len(secret.reveal()) < LEAST_SECRET:
+            raise ValueError(f"is shorter than {LEAST_SECRET} characters, so it could be guessed")
+        return secret

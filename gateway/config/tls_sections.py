@@ -1,0 +1,142 @@
+"""TLS sections of the listeners, of engines and of Redis. Makes the paths of files absolute.
+
+Whether the files can be used is checked in tls_files.py; contexts are created in http/tls.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from gateway.config.values import Duration, Host, Secret, Section, setting
+from gateway.util import tls
+
+FOLDER = "folder"
+"""Key in pydantic's validation context: the folder that relative paths start from."""
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    folder = info.context.get(FOLDER) if isinstance(info.context, dict) else None
+    return path if folder is None else str(Path(folder) / path)
+
+
+PemFile = Annotated[
+    str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_absolute)
+]
+"""Path of a PEM file; a relative one starts at the configuration's folder."""
+
+
+class CertificateFiles(Section):
+    """A certificate and its private key, as PEM files."""
+
+    certificate: PemFile = Field(
+        description="Path of the certificate, followed by any intermediate ones (PEM). Changes "
+        "are picked up."
+    )
+    key: PemFile = Field(description="Path of its private key (PEM). Changes are picked up.")
+    key_password: Secret | None = setting(
+        None, "Password of the private key, by reference; none by default."
+    )
+
+    @property
+    def pair(self) -> tls.KeyPair:
+        """The paths and the password as a value."""
+        password = None if self.key_password is None else self.key_password.reveal()
+        return tls.KeyPair(self.certificate, self.key, password)
+
+
+class ListenerTls(CertificateFiles):
+    """TLS of one listener. Changed files apply to new connections only."""
+
+    more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
+        (),
+        "Further certificates. A client gets the one for its server name (SNI), else the first.",
+    )
+    client_ca: PemFile | None = setting(
+        None,
+        "Path of the authorities (PEM) that sign client certificates; by default none are "
+        "requested.",
+    )
+    client_certificates: Literal["required", "optional"] = setting(
+        "required", "With client_ca: whether a client must have a certificate."
+    )
+    minimum: Literal["1.2", "1.3"] = setting("1.2", "Oldest TLS version, in quotes.")
+    ciphers: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = setting(
+        tls.CIPHERS, "Ciphers of TLS 1.2 in OpenSSL's notation. TLS 1.3 has its own three."
+    )
+    handshake_timeout: Duration = setting("10s", "Time for a client to complete the TLS handshake.")
+
+    @field_validator("ciphers")
+    @classmethod
+    def _has_known_cipher(cls, ciphers: str) -> str:
+        if not tls.has_valid_ciphers(ciphers):
+            raise ValueError("has no cipher that OpenSSL knows")
+        return ciphers
+
+    @property
+    def settings(self) -> tls.ServerSettings:
+        """The settings from which a context is created."""
+        return tls.ServerSettings(
+            (self.pair, *(files.pair for files in self.more)),
+            self.client_ca,
+            self.client_certificates == "required",
+            self.minimum,
+            self.ciphers,
+        )
+
+
+class ClientTls(Section):
+    """How the gateway, as a client, verifies a server and authenticates itself."""
+
+    ca: PemFile | None = setting(
+        None,
+        "Path of the authorities (PEM) that sign the server's certificate; by default the "
+        "system's.",
+    )
+    certificate: PemFile | None = setting(
+        None, "Path of the gateway's own certificate (PEM), if the server requests one."
+    )
+    key: PemFile | None = setting(None, "Path of its private key (PEM).")
+    key_password: Secret | None = setting(
+        None, "Password of the private key, by reference; none by default."
+    )
+    verify: Annotated[bool, Field(strict=True)] = setting(
+        True,
+        "Whether the server's certificate is verified. false accepts any server: for tests only.",
+    )
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> ClientTls:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key must be given together")
+        if not self.verify and self.ca is not None:
+            raise ValueError("ca has no effect where verify is false; remove one of them")
+        return self
+
+    @property
+    def settings(self) -> tls.ClientSettings:
+        """The settings from which a context is created."""
+        password = None if self.key_password is None else self.key_password.reveal()
+        pair = None
+        if self.certificate is not None and self.key is not None:
+            pair = tls.KeyPair(self.certificate, self.key, password)
+        return tls.ClientSettings(self.ca, pair, self.verify)
+
+
+class EngineTls(ClientTls):
+    """TLS to an engine behind an https:// URL."""
+
+    server_name: Host | None = setting(
+        None,
+        "Name to request (SNI) and to expect in the engine's certificate; by default the URL's "
+        "host.",
+    )

@@ -1,0 +1,452 @@
+"""Reads YAML 1.2 into plain data, keeps the place of every value, and fills in ${...} references.
+
+Enforces size limits, and rejects duplicate keys and alias bombs. Does no I/O: file_reader.py reads
+files. What the values mean is up to tree.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as FilePath
+from types import MappingProxyType
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from gateway.config.problems import ConfigError, Mark, Path, Problem, show_path
+
+FILE_CAP_BYTES = 1 << 20
+SECRET_CAP_BYTES = 64 << 10
+NODE_CAP = 100_000
+DEPTH_CAP = 32
+# A resolved value of fewer characters is no secret, and could be found in any text.
+LEAST_HIDDEN = 8
+_NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
+_START = Mark(1, 1)
+_REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
+_OPEN = re.compile(r"(?<!\$)\$\{")
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
+
+
+ReadFile = Callable[[FilePath, int], bytes]
+"""Reads a file up to one byte beyond a limit. Raises OSError or NotARegularFileError."""
+
+
+class NotARegularFileError(Exception):
+    """Raised for a path that is a folder, a pipe or a device."""
+
+
+def _int(text: str) -> int:
+    digits = text.replace("_", "")
+    if len(digits) > 20:
+        raise ValueError(text)
+    sign = -1 if digits.startswith("-") else 1
+    digits = digits.lstrip("+-")
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
+    return sign * int(digits if base == 10 else digits[2:], base)
+
+
+def _float(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _bool(text: str) -> bool | str:
+    # Since YAML 1.2, yes and no are plain text.
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+_PLAIN: Mapping[str, Callable[[str], Any]] = {
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "null": lambda text: None,
+    "timestamp": str,
+}
+
+
+_OPENED: Mapping[str, str] = {
+    "flow sequence": "bracket",
+    "flow mapping": "brace",
+    "quoted scalar": "quote",
+}
+_CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+class Substituted(str):
+    """Text with a ${...} filled in. Its repr is the reference, since the value may be a secret."""
+
+    __slots__ = ("written",)
+    written: str
+
+    @property
+    def all_by_reference(self) -> bool:
+        """Whether no part of it is in the text itself: no other characters, no default value."""
+        matches = _REFERENCE.finditer(self.written)
+        if any(match[1] is not None or ":-" in match[2] for match in matches):
+            return False
+        return not _REFERENCE.sub("", self.written).strip()
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def number_if_substituted(value: object) -> object:
+    """Convert the text of a filled-in ${...} to a number if it is one.
+
+    Other values are returned as they are: for "8080" in quotes an error is more useful.
+    """
+    if not isinstance(value, Substituted):
+        return value
+    text = str(value).strip()
+    if re.fullmatch(r"-?[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?[0-9]{1,18}\.[0-9]{1,18}", text) else value
+
+
+def numbers_if_substituted(value: Any) -> Any:
+    """Convert all values in a mapping or list, however deep, as number_if_substituted() does."""
+    if isinstance(value, dict):
+        return {key: numbers_if_substituted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [numbers_if_substituted(item) for item in value]
+    return number_if_substituted(value)
+
+
+class Resolved:
+    """What the references of a text resolved to, so that no message shows it.
+
+    Its repr shows no value.
+    """
+
+    __slots__ = ("_by_value",)
+
+    def __init__(self) -> None:
+        self._by_value: dict[str, str] = {}
+
+    def add(self, reference: str, value: str) -> None:
+        """Add the value of a reference, unless it has fewer than LEAST_HIDDEN characters."""
+        if len(value) >= LEAST_HIDDEN:
+            for form in (value, value.strip(), value.lower(), repr(value)[1:-1]):
+                self._by_value[form] = reference
+
+    def hide(self, text: str) -> str:
+        """Return the text with every resolved value replaced by its reference."""
+        for value in sorted(self._by_value, key=len, reverse=True):
+            if value in text:
+                text = text.replace(value, self._by_value[value])
+        return text
+
+
+class Source:
+    """The content of one file as plain data, with places and problems.
+
+    data           the plain values
+    positions      path -> place of the value
+    key_positions  path -> place of its key
+    problems       errors by path; a path with an error is not checked any further
+    warnings       warnings about files
+    written        path -> value as written, with references not filled in
+    references     the files that are referred to
+    files          path of a value that names a file -> digest of that file
+    resolved       what the references resolved to
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.data: Any = None
+        self.written: dict[Path, object] = {}
+        self.references: dict[FilePath, None] = {}
+        self.files: dict[Path, bytes] = {}
+        self.resolved = Resolved()
+        self._digest = hashlib.sha256()
+        self.marks: dict[Path, Mark] = {}
+        self.keys: dict[Path, Mark] = {}
+        self.problems: dict[Path, Problem] = {}
+        self.doubts: list[Problem] = []
+
+    def mark(self, path: Path, *, key: bool = False) -> Mark:
+        """Return the place of `path` or of its key; if it has none, of its nearest parent."""
+        if key and path in self.keys:
+            return self.keys[path]
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path, _START)
+
+    def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
+        """Create a Problem at the place of `path`."""
+        mark = self.mark(path, key=key)
+        text = self.resolved.hide(message)
+        return Problem(self.file, mark.line, mark.column, show_path(path), text)
+
+    def fail(self, path: Path, message: str, *, key: bool = False) -> None:
+        """Record an error at `path`; only the first one at a path is kept."""
+        self.problems.setdefault(path, self.problem(path, message, key=key))
+
+    def doubt(self, path: Path, message: str) -> None:
+        """Record a warning at `path`."""
+        self.doubts.append(self.problem(path, message))
+
+    def depends_on(self, *facts: bytes) -> None:
+        """Add `facts`, which the data is made from, to `digest`."""
+        for fact in facts:
+            self._digest.update(b"%d:" % len(fact))
+            self._digest.update(fact)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the text and of all it refers to. Do not show it: it is made from secrets."""
+        return self._digest.digest()
+
+
+def parse(
+    raw: bytes,
+    file: str,
+    env: Mapping[str, str],
+    read_file: ReadFile,
+    refused: Mapping[Path, str] = _NONE_REFUSED,
+) -> Source:
+    """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
+
+    `file` is the name shown in problems; relative references start at its folder. `read_file` reads
+    the files that are referred to. `refused` gives, by path, the reason why the references of a
+    value may not be resolved.
+    """
+    source, node = _begin(raw, file)
+    source.data = _Reader(source, env, read_file, refused).value(node, ())
+    return source
+
+
+def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
+    """Return every value as written, with no reference resolved.
+
+    Raises ConfigError when the text is not YAML.
+    """
+    source, node = _begin(raw, file)
+    _WrittenReader(source, {}, _read_nothing, _NONE_REFUSED).value(node, ())
+    return source.written
+
+
+def references_in(text: str) -> Sequence[str]:
+    """Return the references in a value as written."""
+    return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
+
+
+def _begin(raw: bytes, file: str) -> tuple[Source, Node]:
+    if len(raw) > FILE_CAP_BYTES:
+        text = f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
+        raise invalid_file(file, text)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
+        raise invalid_file(file, "is not UTF-8 text", Mark(line, column)) from None
+    node = _compose(text, file)
+    if node is None:
+        text = "is empty; the shortest configuration begins with `version: 1`"
+        raise invalid_file(file, text)
+    source = Source(file)
+    source.depends_on(raw)
+    return source, node
+
+
+def _compose(text: str, file: str) -> Node | None:
+    try:
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        place, problem = _syntax_error(error)
+        raise invalid_file(file, problem, place) from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        problem = "contains a character that YAML does not allow"
+        raise invalid_file(file, problem, Mark(line, column)) from None
+    except RecursionError:
+        raise invalid_file(file, "is nested too deeply") from None
+    except (YAMLError, ValueError) as error:
+        raise invalid_file(file, f"is not YAML: {error}") from None
+    return node
+
+
+def _syntax_error(error: MarkedYAMLError) -> tuple[Mark, str]:
+    """Return the place and the message; an unclosed bracket is reported where it was opened."""
+    mark, opened = error.problem_mark or error.context_mark, error.context_mark
+    unclosed = opened is not None and mark is not None and opened.line < mark.line
+    for context, what in _OPENED.items():
+        if unclosed and context in str(error.context):
+            place = Mark(opened.line + 1, opened.column + 1)
+            return place, f"is not YAML: the {what} opened here is not closed"
+    place = Mark(mark.line + 1, mark.column + 1) if mark else _START
+    return place, f"is not YAML: {error.problem or error.context}"
+
+
+class _Reader:
+    """Converts a node tree to plain data. A limit on the number of values stops alias bombs."""
+
+    def __init__(
+        self,
+        source: Source,
+        env: Mapping[str, str],
+        read_file: ReadFile,
+        refused: Mapping[Path, str],
+    ) -> None:
+        self._source = source
+        self._env = env
+        self._read_file = read_file
+        self._refused = refused
+        self._remaining = NODE_CAP
+
+    def value(self, node: Node, path: Path) -> Any:
+        source = self._source
+        source.marks[path] = _mark(node)
+        self._remaining -= 1
+        if self._remaining < 0:
+            problem = source.problem(path, f"aliases expand to more than {NODE_CAP} values")
+            raise ConfigError([problem])
+        if len(path) > DEPTH_CAP:
+            text = f"is nested more than {DEPTH_CAP} deep, or an alias contains itself"
+            raise ConfigError([source.problem(path, text)])
+        if not isinstance(node, ScalarNode) and str(node.tag) not in _CONTAINERS:
+            source.fail(path, f"the tag {node.tag} is not allowed here")
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
+        scalar = self._scalar(node, path)
+        source.written[path] = scalar.written if isinstance(scalar, Substituted) else scalar
+        return scalar
+
+    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                problem = _at(self._source, _mark(key_node), path, "a key must be plain text")
+                raise ConfigError([problem])
+            key = str(key_node.value)
+            key_path = (*path, key)
+            if key in mapping:
+                first = self._source.keys[key_path].line
+                text = f'"{key}" is already given in line {first}'
+                problem = _at(self._source, _mark(key_node), key_path, text)
+                self._source.problems[*key_path, "(again)", _mark(key_node).line] = problem
+                continue
+            self._source.keys[key_path] = _mark(key_node)
+            mapping[key] = self.value(value_node, key_path)
+            # YAML places a missing value at the next token, so point to the key instead.
+            if mapping[key] is None:
+                self._source.marks[key_path] = _mark(key_node)
+        return mapping
+
+    def _scalar(self, node: ScalarNode, path: Path) -> Any:
+        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if kind == "str":
+            return self._substitute(node.value, path)
+        if kind not in _PLAIN:
+            self._source.fail(path, f"the tag {node.tag} is not allowed here")
+            return None
+        try:
+            return _PLAIN[kind](str(node.value))
+        except ValueError:
+            self._source.fail(path, f"{node.value!r} is not a number that can be used here")
+            return None
+
+    def _substitute(self, text: str, path: Path) -> str:
+        if "${" not in text:
+            return text
+        if path in self._refused:
+            self._source.fail(path, self._refused[path])
+            return _substituted("", text)
+        filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
+        if _OPEN.search(_REFERENCE.sub(" ", text)):
+            self._source.fail(
+                path,
+                "a ${ is not closed, or has another reference inside; write $${ for a literal ${",
+            )
+        return _substituted(filled, text)
+
+    def _reference(self, match: re.Match[str], path: Path) -> str:
+        if match[1]:
+            return match[0][1:]  # $${literal} is the way to write a literal ${
+        inside = match[2]
+        if inside.startswith("file:"):
+            return self._file(inside.removeprefix("file:"), path)
+        variable = _VARIABLE.fullmatch(inside)
+        if not variable:
+            self._source.fail(
+                path,
+                f"{match[0]} is not a reference; "
+                "write ${NAME}, ${NAME:-default} or ${file:/path}",
+            )
+            return ""
+        value = self._env.get(variable[1])
+        self._source.depends_on(
+            variable[1].encode(), (value or "").encode("utf-8", "surrogateescape")
+        )
+        self._source.resolved.add(match[0], value or "")
+        if variable[2] is not None:
+            return value or variable[2]  # as in a shell, :- also replaces an empty value
+        if value is None:
+            self._source.fail(
+                path,
+                f"the environment has no {variable[1]}; "
+                f"set it, or write ${{{variable[1]}:-default}}",
+            )
+        return value or ""
+
+    def _file(self, name: str, path: Path) -> str:
+        file_path = FilePath(self._source.file).parent / name
+        self._source.references[file_path] = None
+        try:
+            raw = self._read_file(file_path, SECRET_CAP_BYTES)
+            self._source.depends_on(str(file_path).encode("utf-8", "surrogateescape"), raw)
+            text = raw.decode()
+        except NotARegularFileError:
+            self._source.fail(path, f"{name} is not a regular file")
+            return ""
+        except OSError as error:
+            self._source.fail(path, f"{name} cannot be read: {error.strerror}")
+            return ""
+        except ValueError:
+            self._source.fail(path, f"{name} is not UTF-8 text")
+            return ""
+        if len(raw) > SECRET_CAP_BYTES:
+            self._source.fail(path, f"{name} is larger than {SECRET_CAP_BYTES >> 10} KiB")
+        text = text.removesuffix("\n").removesuffix("\r")
+        self._source.resolved.add(f"${{file:{name}}}", text)
+        return text
+
+
+class _WrittenReader(_Reader):
+    """Reads the values as written, and resolves no reference."""
+
+    def _substitute(self, text: str, path: Path) -> str:
+        return _substituted("", text) if "${" in text else text
+
+
+def _substituted(filled: str, written: str) -> Substituted:
+    result = Substituted(filled)
+    result.written = written
+    return result
+
+
+def _read_nothing(path: FilePath, limit: int) -> bytes:
+    raise NotARegularFileError(path)
+
+
+def _mark(node: Node) -> Mark:
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _at(source: Source, mark: Mark, path: Path, message: str) -> Problem:
+    return Problem(source.file, mark.line, mark.column, show_path(path), message)
+
+
+def invalid_file(file: str, message: str, mark: Mark = _START) -> ConfigError:
+    """Create the error for a file that cannot be parsed at all."""
+    return ConfigError([Problem(file, mark.line, mark.column, "", message)])

@@ -1,0 +1,394 @@
+"""One attempt of a pair at one request: two legs, and the interpreter of the table in gateway/disagg/state_machine.py.
+
+A leg only reports how it ended. The table says what follows, which is done at once, one event at a
+time. At the end both places are given back, both connections are closed or back in their pools, and
+KV that is no longer needed is freed. Not here: what the legs' requests contain and what answers
+mean (gateway/disagg/leg_requests.py), and what is due after failures (gateway/disagg/failure_actions.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from asyncio import CancelledError
+from collections.abc import Callable, Mapping
+from time import monotonic
+from types import MappingProxyType
+
+from gateway.disagg import failure_actions
+from gateway.disagg.attempt_state import AttemptState
+from gateway.disagg.leg import Leg
+from gateway.disagg.response_buffer import Inbox
+from gateway.disagg.state_machine import ENDS, LEG_ENDS, TABLE, Act, Event, Row, State
+from gateway.exchange import Exchange
+from gateway.http.eager_task import landing
+from gateway.legs import forward
+from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.protocol.stream_scan import Usage
+from kvtransfer.dialects import Answer, Finished, Handover, Needs, Order, Unusable, read_answer
+from policies.model import Ask
+
+log = logging.getLogger("penstock")
+
+# Local names: Enum attribute access is slow before Python 3.12, and every split request uses these.
+_RECOMPUTING, _FAILED = State.RECOMPUTING, State.FAILED
+_SEQUENTIAL, _START_PREFILL = Order.SEQUENTIAL, Event.START_PREFILL
+_SENT, _PREFILLED, _FIRST_TOKEN = Event.SENT, Event.PREFILLED, Event.FIRST_TOKEN
+_DECODED = Event.DECODED
+
+
+class PairAttempt(AttemptState):
+    """One attempt of a pair: enter it once and run() it once.
+
+    Leaving it gives back both places and closes what is open.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> PairAttempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_transfer_timer()
+        self._stop_asking()
+        self._close_prefill()
+        self._close_decode()
+        self._leave_prefill()
+        self.decode_place.__exit__()
+        self.handoffs.give_back(self._number)
+        relay = self.exchange.relay
+        self.handoffs.ended(self.pair, self.figures, self.state, self.record, relay)
+
+    async def run(self, ask: Ask) -> UpstreamBroke | None:
+        """Serve the request; return what broke, or None when the client has an answer.
+
+        `ask` led to the pair.
+        """
+        self.begin()
+        self.exchange.booked(self.context.route.room, ask, self.pair.prefill)
+        try:
+            self.post(self._start())
+            if self.state not in ENDS:
+                self._waiting = landing(self.handoffs.outbox.loop)
+                await self._waiting
+            if self._bug is not None:
+                raise self._bug
+        except CancelledError:
+            self.post(Event.CLIENT_GONE)
+            raise
+        return self.problem if self.state is _FAILED else None
+
+    def _start(self) -> Event:
+        dialect, is_known = self.dialect, self.words.terms.identity is not None
+        if dialect.order is _SEQUENTIAL:
+            return _START_PREFILL
+        if is_known:
+            return Event.START_BOTH
+        if dialect.needs is Needs.FIRST_ANSWER:
+            return _START_PREFILL
+        return Event.START_ASKING if dialect.needs is Needs.QUERY else Event.START_BOTH
+
+    # Events
+
+    def post(self, event: Event) -> None:
+        """Take an event through the table, in the callback that brought it.
+
+        This is the table's one interpreter.
+
+        The request's coroutine only waits for an end state.
+        """
+        if self._is_acting:
+            self._events.append(event)
+            return
+        self._is_acting = True
+        try:
+            while True:
+                self.state, end, acts = _ROWS[self.state][event]
+                if end is not None:
+                    self.handoffs.count(end)
+                for act in acts:
+                    act(self)
+                if not self._events:
+                    break
+                event = self._events.pop(0)
+        except (
+            Exception
+        ) as bug:  # raised in run(): in this callback it would leave run() waiting for ever
+            self._bug, self.state = bug, State.FAILED
+        self._is_acting = False
+        if self.state in ENDS:
+            self._end_wait()
+
+    def _on_leg_ended(self, leg: Leg, problem: UpstreamBroke | None) -> None:
+        try:
+            event = (
+                self._on_prefill_ended(leg, problem)
+                if leg is self.prefill
+                else self._on_decode_ended(leg, problem)
+            )
+        except Exception as bug:  # as in post()
+            self._bug, self.state = bug, State.FAILED
+            if not self._is_acting:
+                self._end_wait()
+        else:
+            self.post(event)
+
+    def _end_wait(self) -> None:
+        if self._waiting is not None:
+            self._waiting.land()
+
+    def _start_transfer_timer(self) -> None:
+        self.handoffs.transfers[self] = monotonic() + self.context.split.transfer_timeout_s
+
+    def _stop_transfer_timer(self) -> None:
+        self.handoffs.transfers.pop(self, None)
+
+    def overdue(self) -> None:
+        """Fail the transfer because it takes too long. The sweep calls it once."""
+        if self.exchange.committed:
+            return  # the answer flows: the relay may not recognise a token in it
+        self.problem = UpstreamBroke("transfer_timeout", f"{self.state} for too long")
+        self.post(Event.OVERDUE)
+
+    # Prefill
+
+    def _ask(self) -> None:
+        bootstrap = self.words.terms.bootstrap
+        assert bootstrap is not None
+        self._query = self.handoffs.bootstraps.ask(bootstrap, self._on_bootstrap_answer)
+
+    def _stop_asking(self) -> None:
+        if self._query is not None:
+            self._query.leave(self._on_bootstrap_answer)
+
+    def _on_bootstrap_answer(self, problem: UpstreamBroke | None, page: bytes) -> None:
+        identities = self.dialect.identify(page)
+        if problem is None and identities:
+            self.words.set_identity(identities)
+            self.post(Event.KNOWN)
+        else:
+            message = f"no engine id from the bootstrap server: {problem}"
+            self.problem = UpstreamBroke("bootstrap_failed", message)
+            self.post(Event.PREFILL_BROKE)
+
+    def _send_prefill(self) -> None:
+        place = self.prefill_place
+        assert place is not None
+        head, body = self.words.prefill(place)
+        inbox = self.inbox = Inbox(keep=self.dialect.reads_answer)
+        relay = Relay(b"", http_1_0=True)
+        leg = self.prefill = Leg(place.upstream, head, body, relay, inbox, self._on_leg_ended)
+        self.record.prefill_sent_at = now = monotonic()
+        self.exchange.sent_at = self.exchange.sent_at or now
+        leg.start()
+
+    def _on_prefill_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+        leg.release()
+        relay = leg.relay
+        if problem is None and relay.refused:
+            problem = self._judge_refusal(relay)
+        elif problem is None and relay.failed_in_stream:
+            problem = UpstreamBroke("engine_error", "error event in the stream")
+        if problem is not None:
+            self.problem = problem
+            return Event.PREFILL_BROKE
+        if self._refused is not None:
+            return Event.PREFILL_REFUSED
+        return self._on_prefilled(relay)
+
+    def _judge_refusal(self, relay: Relay) -> UpstreamBroke | None:
+        """Keep an engine's refusal for the client; return what broke if the engine failed."""
+        try:
+            status = forward.refusal(relay)
+        except UpstreamBroke as broke:
+            # Its traceback leads to this frame and its callers: a reference cycle.
+            return broke.with_traceback(None)
+        if self.exchange.committed:
+            message = f"the engine answered {status} after the other leg had begun"
+            return UpstreamBroke(f"status_{status}", message)
+        self._refused = relay
+        return None
+
+    def _on_prefilled(self, relay: Relay) -> Event:
+        """Free the prefill place, and read whether the KV waits for the decoder."""
+        place, inbox = self.prefill_place, self.inbox
+        assert place is not None
+        assert inbox is not None
+        self.record.prefilled_at = monotonic()
+        answer = read_answer(inbox.body) if self.dialect.reads_answer else None
+        usage = relay.usage
+        if isinstance(answer, Answer):
+            usage = Usage(answer.prompt_tokens, 1, answer.cached_tokens)
+        place.first_token()
+        place.served(usage)
+        self._leave_prefill()
+        if answer is None:
+            self.words.note_usage(usage)
+            meaning = None
+        else:
+            meaning = self.words.interpret(answer, alone=self.decode is None)
+        if isinstance(meaning, Finished):
+            self._finished = meaning
+            return Event.FINISHED
+        if isinstance(meaning, Unusable):
+            return self._on_unusable(meaning)
+        self.handover = meaning or self.handover
+        self.decode_place.handed_over()
+        return _PREFILLED
+
+    def _on_unusable(self, answer: Unusable) -> Event:
+        name = self.pair.prefill.candidate.endpoint.name
+        log.warning("endpoint %s handed over nothing usable: %s", name, answer.why)
+        if not self.exchange.committed or self.state is State.DECODING:
+            return Event.UNUSABLE
+        self.problem = UpstreamBroke("prefill_unusable", answer.why)
+        return Event.PREFILL_BROKE
+
+    # Decode
+
+    def _send_decode(self) -> None:
+        """Send the decode request with its handoff.
+
+        A concurrent dialect's handoff does not depend on the prefill answer.
+        """
+        handover = self.handover
+        if handover is None:
+            result = self.dialect.decode(self.words.terms, None)
+            assert isinstance(result, Handover), result  # what it needs was learned before
+            handover = self.handover = result
+        self._decode_with(handover)
+
+    def _send_to_other_decode(self) -> None:
+        if failure_actions.book_other_decode(self):
+            self._send_decode()
+        else:
+            self.post(Event.NO_OTHER_DECODE)
+
+    def _send_whole(self) -> None:
+        self.record.cached_tokens = (
+            None  # the prefiller's cache is of no use: the decoder's count is right
+        )
+        self.decode_place.recompute()
+        self._decode_with(None)
+
+    def _decode_with(self, handover: Handover | None) -> None:
+        exchange, place, client = self.exchange, self.decode_place, self.context.client
+        head, body = self.words.decode(place, handover)
+        relay = self.words.relay(place.endpoint, handover)
+        relay.on_first = self._on_first_token
+        exchange.booking, exchange.relay = place, relay
+        leg = Leg(place.upstream, head, body, relay, client, self._on_leg_ended)
+        self.decode = exchange.sent = leg
+        self.record.handed_over_at = now = monotonic()
+        exchange.sent_at = exchange.sent_at or now
+        leg.start(self._on_sent)
+
+    def _on_sent(self) -> None:
+        self.post(_SENT)
+
+    def _on_first_token(self) -> None:
+        if self.state is not _RECOMPUTING:
+            self.figures.travelled(self.pair, self.context.call.request.prompt_tokens)
+        self.exchange.first_token()
+        self.words.forget()
+        self.post(_FIRST_TOKEN)
+
+    def _on_decode_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+        relay, place = leg.relay, self.decode_place
+        if problem is None and relay.refused:
+            problem = self._judge_refusal(relay)
+        if problem is not None:
+            self.problem = problem
+            return Event.UNREACHED if leg.sent_at is None else Event.DECODE_BROKE
+        if self._refused is not None:
+            return Event.DECODE_REFUSED
+        if relay.failed_in_stream:
+            self.exchange.interrupted("engine_error")
+            place.failed(UpstreamBroke("engine_error", "error event in the stream"))
+        else:
+            self.exchange.status = 200
+            place.served(relay.usage)
+        return _DECODED
+
+    # The answer without a decoder
+
+    def _answer(self) -> None:
+        """Relay the prefill answer to the client as the answer to its own request."""
+        assert self._finished is not None
+        exchange: Exchange = (
+            self.exchange
+        )  # the annotation tells tools/compile/classes.py whose method is passed on
+        client, prefill = self.context.client, self.pair.prefill
+        exchange.pick, exchange.booking = prefill, None
+        relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)
+        relay.on_first = exchange.first_token
+        client.write(relay.feed(self.words.finished(self._finished), monotonic()))
+        exchange.status = 200
+
+    def _pass_on(self) -> None:
+        refused, prefill = self._refused, self.prefill
+        assert refused is not None
+        is_prefill = prefill is not None and prefill.relay is refused
+        pick = self.pair.prefill if is_prefill else self.pair.decode
+        name = pick.candidate.endpoint.name
+        forward.pass_on(self.exchange, self.context.client, refused, name)
+
+    # The end
+
+    def _close_prefill(self) -> None:
+        if self.prefill is not None and not self.prefill.over:
+            self.prefill.close()
+            self.handoffs.count(("prefill", "closed"))
+
+    def _close_decode(self) -> None:
+        if self.decode is not None and not self.decode.over:
+            self.decode.close()
+            self.handoffs.count(("decode", "closed"))
+
+    def _leave_prefill(self) -> None:
+        if self.prefill_place is not None:
+            self.prefill_place.__exit__()
+            self.prefill_place = None
+
+
+Do = Callable[[PairAttempt], None]
+
+_DO: Mapping[Act, Do] = MappingProxyType(
+    {
+        Act.ASK: PairAttempt._ask,
+        Act.STOP_ASKING: PairAttempt._stop_asking,
+        Act.SEND_PREFILL: PairAttempt._send_prefill,
+        Act.SEND_DECODE: PairAttempt._send_decode,
+        Act.SEND_WHOLE: PairAttempt._send_whole,
+        Act.OTHER_DECODE: PairAttempt._send_to_other_decode,
+        Act.ANSWER: PairAttempt._answer,
+        Act.PASS_ON: PairAttempt._pass_on,
+        Act.CLOSE_PREFILL: PairAttempt._close_prefill,
+        Act.CLOSE_DECODE: PairAttempt._close_decode,
+        Act.ABORT_PREFILL: failure_actions.abort_prefill,
+        Act.FREE_BY_DECODE: failure_actions.free_by_decode,
+        Act.FREE_BY_REFUSER: failure_actions.free_by_refuser,
+        Act.FREE_ELSEWHERE: failure_actions.free_elsewhere,
+        Act.BLAME_PREFILL: failure_actions.blame_prefill,
+        Act.BLAME_DECODE: failure_actions.blame_decode,
+        Act.SUSPECT_BOTH: failure_actions.suspect_both,
+    }
+)
+
+
+def _due(before: State, row: Row) -> tuple[Do, ...]:
+    """Return what a row asks for, in order, with the transfer timer's start or stop."""
+    acts = tuple(_DO[act] for act in row.acts)
+    if before is row.state or State.TRANSFERRING not in (before, row.state):
+        return acts
+    if row.state is State.TRANSFERRING:
+        return (PairAttempt._start_transfer_timer, *acts)
+    return (PairAttempt._stop_transfer_timer, *acts)
+
+
+# The table by state, with everything looked up once: the next state, the end of a leg that the
+# event is, and what is due. Nothing follows an end state.
+_ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {
+    state: dict.fromkeys(Event, (state, None, ())) if state in ENDS else {} for state in State
+}
+for (_state, _event), _row in TABLE.items():
+    _ROWS[_state][_event] = (_row.state, LEG_ENDS.get(_event), _due(_state, _row))

@@ -1,0 +1,73 @@
+"""State of one attempt of a pair: two places, two legs and the handoff between them.
+
+gateway/disagg/attempt.py moves it along the table of gateway/disagg/state_machine.py; gateway/disagg/failure_actions.py holds what is due after failures.
+"""
+
+from __future__ import annotations
+
+from gateway.disagg.bootstrap_client import Query
+from gateway.disagg.leg import Leg
+from gateway.disagg.leg_requests import SplitContext, Words, one_token
+from gateway.disagg.response_buffer import Inbox
+from gateway.disagg.state_machine import Event, State
+from gateway.exchange import Exchange, SplitRecord
+from gateway.fleet.booking import Booking
+from gateway.http.eager_task import Landing
+from gateway.protocol.relay import Relay, UpstreamBroke
+from kvtransfer.dialects import Finished, Handover
+from policies.pricing.split import Pair
+
+# A local name: Enum attribute access is slow before Python 3.12.
+_BOOKED = State.BOOKED
+
+
+class AttemptState:
+    """Both places are booked on creation, in one turn of the event loop.
+
+    prefill, prefill_place, inbox   the prefiller's leg, its place until the prompt is computed, and
+                  its answer
+    decode, decode_place, handover  the decoder's leg, its place, and the handoff that its request
+                  carries
+    problem    what broke
+    suspects   names of the endpoints that this request must not try again
+    recompute  the whole request should be computed at one endpoint next
+    """
+
+    __slots__ = (
+        *("_bug", "_events", "_finished", "_is_acting", "_number", "_query", "_refused"),
+        *("_waiting", "context", "decode", "decode_place", "dialect", "exchange", "figures"),
+        *("handoffs", "handover", "inbox", "pair", "prefill", "prefill_place", "problem"),
+        *("recompute", "record", "state", "suspects", "words"),
+    )
+
+    def __init__(self, context: SplitContext, pair: Pair, record: SplitRecord) -> None:
+        endpoints, request = context.gateway.endpoints, context.call.request
+        handoffs = self.handoffs = context.gateway.handoffs
+        figures = self.figures = handoffs.figures(pair)
+        self.exchange: Exchange = context.exchange
+        self.context, self.record, self.pair = context, record, pair
+        self.dialect = context.split.dialect
+        self.prefill: Leg | None = None
+        self.inbox: Inbox | None = None
+        self.decode: Leg | None = None
+        self.handover: Handover | None = None
+        self.problem: UpstreamBroke | None = None
+        self.state = _BOOKED
+        self.suspects: list[str] = []
+        self.recompute = self._is_acting = False
+        self._events: list[Event] = []
+        self._bug: Exception | None = None
+        self._query: Query | None = None
+        self._finished: Finished | None = None
+        self._refused: Relay | None = None
+        self._waiting: Landing | None = None
+        place = endpoints.book(pair.prefill, one_token(request), context.fingerprint)
+        self.prefill_place: Booking | None = place
+        self.decode_place = endpoints.reserve(pair.decode, request, context.fingerprint)
+        record.predicted_ttft_s = figures.expected_s(place.place.predicted_ttft_s)
+        self._number = handoffs.number()
+
+    def begin(self) -> None:
+        """Create what builds the requests of both legs."""
+        prefill = self.pair.prefill.candidate.endpoint
+        self.words = Words(self.context, self.record, prefill, self._number)

@@ -1,0 +1,202 @@
+"""What is due when a pair's attempt fails: blame, another decoder, and freeing the KV.
+
+These are acts of the table in gateway/disagg/state_machine.py. Each is done at once, on the state of the attempt that
+gateway/disagg/attempt.py runs.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from gateway.disagg.attempt_state import AttemptState
+from gateway.disagg.leg import Leg
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.protocol.relay import UpstreamBroke
+from kvtransfer.dialects import Handover, read_answer
+from policies import run
+from policies.pricing.split import Group, Pair
+
+# A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
+# the decoder or the prefiller caused that is unknown.
+KV_FAILURES = frozenset({"status_500", "engine_error"})
+
+
+# Blame
+
+
+def blame_prefill(attempt: AttemptState) -> None:
+    """Blame the prefiller, and forget its identity: its engine may have been restarted."""
+    assert attempt.problem is not None
+    name = attempt.pair.prefill.candidate.endpoint.name
+    if attempt.prefill_place is not None:
+        attempt.prefill_place.failed(attempt.problem)
+    attempt.handoffs.forget(name)
+    attempt.suspects.append(name)
+
+
+def blame_decode(attempt: AttemptState) -> None:
+    """Blame the decoder, unless it reports that it could not load the KV."""
+    problem = attempt.problem
+    assert problem is not None
+    is_kv_failure = attempt.handover is not None and problem.kind in KV_FAILURES
+    if is_kv_failure and not attempt.exchange.committed:
+        suspect_both(attempt)
+    else:
+        _blame_decoder(attempt, problem)
+
+
+def suspect_both(attempt: AttemptState) -> None:
+    """Have the whole request computed at one endpoint, because either endpoint may have failed.
+
+    A decoder that can serve whole requests gets the next attempt, which shows whether it was the
+    cause. Any other decoder is blamed: successes with other prefillers clear it again, and a broken
+    one has to be ejected.
+    """
+    assert attempt.problem is not None
+    name = attempt.pair.prefill.candidate.endpoint.name
+    attempt.recompute = True
+    attempt.handoffs.forget(
+        name
+    )  # the decoder may have been given the identity from before a restart
+    attempt.suspects.append(name)
+    if not attempt.dialect.decode_alone:
+        _blame_decoder(attempt, attempt.problem)
+
+
+def _blame_decoder(attempt: AttemptState, problem: UpstreamBroke) -> None:
+    attempt.decode_place.failed(problem)
+    attempt.suspects.append(attempt.pair.decode.candidate.endpoint.name)
+
+
+# Another decoder
+
+
+def book_other_decode(attempt: AttemptState) -> bool:
+    """Book another decoder for the same handoff; False if there is none.
+
+    The first decoder never received the request, so the KV still waits at the prefiller.
+    """
+    context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
+    assert problem is not None
+    exchange.retries += attempt.suspects  # recorded now, whichever decoder answers in the end
+    attempt.suspects = []
+    endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
+    decodes = _group_of(attempt).decodes
+    others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
+    ask = endpoints.ask(request, context.fingerprint, exchange.retries)
+    pick = run.pick(context.split.splitter.decode, ask, others)
+    if pick is None or not context.gateway.count_unsent(exchange, problem):
+        return False
+    attempt.decode_place.__exit__()
+    attempt.decode_place = endpoints.reserve(pick, request, context.fingerprint)
+    attempt.pair = Pair(pair.prefill, pick)
+    attempt.figures = attempt.handoffs.figures(attempt.pair)
+    exchange.pick = pick
+    return True
+
+
+def _group_of(attempt: AttemptState) -> Group:
+    decode = attempt.pair.decode.candidate
+    return next(group for group in attempt.context.split.pools.groups if decode in group.decodes)
+
+
+# KV that is not needed any more
+
+
+def abort_prefill(attempt: AttemptState) -> None:
+    """Half-close the prefiller's connection after the time that its step may take.
+
+    An engine that is aborted during a step finishes it, and then keeps KV that no decoder knows
+    about. So its answer is awaited first. An answer that crosses the abort is read too: its KV is
+    freed by a release request.
+    """
+    leg, inbox = attempt.prefill, attempt.inbox
+    if leg is None or inbox is None or leg.over or leg.sent_at is None:
+        return  # still connecting: leaving the attempt closes it
+    step_s = attempt.figures.step_s
+    leg.close_in(2 * step_s, lambda leg, problem: _on_late_answer(attempt, leg, problem))
+    attempt.handoffs.outbox.loop.call_later(step_s, inbox.call_off)
+    attempt.handoffs.count(("prefill", "closed"))
+
+
+def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamBroke | None) -> None:
+    inbox = attempt.inbox
+    if problem is not None or inbox is None or leg.relay.refused:
+        return
+    meaning = attempt.words.interpret(read_answer(inbox.body), alone=True)
+    if isinstance(meaning, Handover):
+        _release_kv(attempt, meaning, attempt.decode_place, "client_gone")
+
+
+def free_by_decode(attempt: AttemptState) -> None:
+    """Close the decoder's connection once its engine has the handoff and will free the KV.
+
+    A decoder that is cut off before, or before the prefiller is done, would not report to the
+    prefiller.
+    """
+    leg, now = attempt.decode, monotonic()
+    if leg is None or leg.over:
+        return
+    if not _may_keep_kv(attempt):
+        leg.close()
+    elif leg.sent_at is None:
+        leg.close()
+        if attempt.handover is not None:
+            _release_kv(attempt, attempt.handover, attempt.decode_place, "client_gone")
+    else:
+        since = leg.sent_at if attempt.record.prefilled_at is not None else now
+        leg.close_in(since + attempt.figures.seen_s - now)
+    attempt.handoffs.count(("decode", "closed"))
+
+
+def _may_keep_kv(attempt: AttemptState) -> bool:
+    """Return whether the prefiller may keep KV that only a decoder can have freed.
+
+    If not, a decode request must not stay open either: it would wait for KV that is never sent.
+    """
+    prefill = attempt.prefill
+    return prefill is not None and prefill.sent_at is not None and not attempt.dialect.abort_frees
+
+
+def free_by_refuser(attempt: AttemptState) -> None:
+    """Have the decoder that refused the request fetch the KV in a release request.
+
+    The prefiller accepted the prompt, so the refusal is about a member that it did not get
+    (max_tokens, logprobs).
+    """
+    if attempt.handover is not None and _may_keep_kv(attempt):
+        _release_kv(attempt, attempt.handover, attempt.decode_place, "refused")
+
+
+def free_elsewhere(attempt: AttemptState) -> None:
+    """Have another decoder free the KV later, because the first one may not have done so.
+
+    It waits until the first decoder must be done with the KV, in case only its connection broke. A
+    decoder that could not load the KV found the prefiller gone, so there is nothing to free.
+    """
+    handover, problem = attempt.handover, attempt.problem
+    assert problem is not None
+    if handover is None or not attempt.dialect.apart or problem.kind in KV_FAILURES:
+        return
+    loop = attempt.handoffs.outbox.loop
+    loop.call_later(attempt.figures.seen_s, _release_elsewhere, attempt, handover)
+
+
+def _release_elsewhere(attempt: AttemptState, handover: Handover) -> None:
+    """Send a release request to any other decoder of the group; one token needs no free place."""
+    pair = attempt.pair
+    used = (pair.prefill.candidate.load, pair.decode.candidate.load)
+    loads = [candidate.load for candidate in _group_of(attempt).decodes]
+    able = [load for load in loads if load.available and load not in used]
+    lives = attempt.context.gateway.endpoints.all()
+    other = next((live for live in lives if live.load in able), None)
+    if other is not None:
+        _release_kv(attempt, handover, other, "decoder_gone")
+
+
+def _release_kv(
+    attempt: AttemptState, handover: Handover, place: Booking | LiveEndpoint, reason: str
+) -> None:
+    request = attempt.words.release_request(place, handover)
+    attempt.handoffs.give_up(place.upstream, request, reason)

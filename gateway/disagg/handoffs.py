@@ -1,0 +1,269 @@
+"""Live knowledge about handoffs: prefill engines' identities, numbers in use, and figures per pair.
+
+It survives reloads. The event loop owns it, and gateway/disagg/attempt.py is its only writer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import Protocol
+
+from gateway.disagg.bootstrap_client import Bootstraps
+from gateway.disagg.leg import Leg
+from gateway.disagg.response_buffer import Inbox
+from gateway.disagg.state_machine import State
+from gateway.exchange import SplitRecord
+from gateway.http.upstream import Upstream
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.metric_types import Counter
+from gateway.protocol.relay import Relay, UpstreamBroke
+from kvtransfer.dialects import Identity
+from policies.pricing.split import Decision, Pair, Reason
+
+# Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
+LEAST_NUMBER = 2**40
+SEEN_S = 0.2  # least time that a decode request stays open, so that its engine asks for the KV
+STEP_S = 0.1  # least time that a prefill answer is awaited after the client has left
+MOST_WAIT_S = 5.0  # limit of both: an engine without a CPU core of its own takes seconds per step
+TAKEN_S = 10.0  # time for a decoder to fetch KV that is only to be freed
+WEIGHT = 0.2  # of the newest handoff in a pair's moving mean
+NEWEST = 64  # handoffs of a pair whose times are kept for a percentile
+
+_DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow before Python 3.12
+
+
+class PairFigures:
+    """How handoffs between two endpoints went.
+
+    prefill_s  moving mean from the prefill request to its answer; None before the first
+    handoff_s  moving mean from there to the first token; None before the first
+    newest_s   the newest handoff times
+    tokens     prompt tokens whose KV was transferred: those that the decoder was believed not to
+               have cached
+    counter    the metric of those that were served; None before the first
+    """
+
+    __slots__ = (
+        *("counter", "failed", "handoff_s", "newest_s", "prefill_s", "served", "tokens"),
+        "transport",
+    )
+
+    def __init__(self) -> None:
+        self.served = self.failed = self.tokens = 0
+        self.prefill_s: float | None = None
+        self.handoff_s: float | None = None
+        self.transport: str | None = None
+        self.newest_s: deque[float] = deque(maxlen=NEWEST)
+        self.counter: Counter | None = None
+
+    def took(self, prefill_s: float, handoff_s: float) -> None:
+        """Add the times of a handoff."""
+        self.prefill_s = _update_mean(self.prefill_s, prefill_s)
+        self.handoff_s = _update_mean(self.handoff_s, handoff_s)
+        self.newest_s.append(handoff_s)
+
+    def travelled(self, pair: Pair, prompt_tokens: int) -> None:
+        """Add the tokens of a prompt whose KV was transferred."""
+        self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
+
+    def expected_s(self, prefill_s: float | None) -> float | None:
+        """Return the expected seconds from the pick to the first token, given those of the prefill.
+
+        None while either the prefill's or the handoff's time is unknown.
+        """
+        if prefill_s is None or self.handoff_s is None:
+            return None
+        return prefill_s + self.handoff_s
+
+    @property
+    def step_s(self) -> float:
+        """How long to wait for a prefill answer that is not needed any more.
+
+        An engine that is aborted finishes its step first, and a short prompt is one step: its KV
+        would stay unknown.
+        """
+        return _wait_s(STEP_S, self.prefill_s)
+
+    @property
+    def seen_s(self) -> float:
+        """How long a decode request stays open, so that its engine has read it for certain.
+
+        Engines read requests between two steps.
+        """
+        return _wait_s(SEEN_S, self.handoff_s)
+
+
+class Transfer(Protocol):
+    """An attempt whose KV is being transferred."""
+
+    def overdue(self) -> None:
+        """Fail the transfer because it takes too long."""
+        ...
+
+
+class Handoffs:
+    """Live state of all split requests.
+
+    splitting  by model: the mode of its rule (policies.pricing.split.SplitRule.hysteresis)
+    pairs      figures by names of prefiller and decoder
+    transfers  under way, with the time by which each must end
+    """
+
+    __slots__ = (
+        *("_decisions", "_identities", "_legs", "_numbers", "_rng", "_running", "bootstraps"),
+        *("metrics", "outbox", "pairs", "splitting", "transfers"),
+    )
+
+    def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
+        self.metrics = metrics
+        self.outbox = outbox
+        self.bootstraps = Bootstraps(outbox)
+        self.splitting: dict[str, bool] = {}
+        self.pairs: dict[tuple[str, str], PairFigures] = {}
+        self.transfers: dict[Transfer, float] = {}
+        self._legs: dict[tuple[str, str], Counter] = {}
+        self._decisions: dict[Reason, Counter] = {}
+        self._rng = rng
+        self._numbers: set[int] = set()
+        self._identities: dict[str, tuple[Identity, ...]] = {}
+        self._running: set[Leg] = set()
+
+    def count(self, end: tuple[str, str]) -> None:
+        """Count the end of a leg: its role, and how it ended."""
+        counter = self._legs.get(end)
+        if counter is None:
+            counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
+        counter.value += 1.0
+
+    def decided(self, decision: Decision) -> None:
+        """Count a decision. Each reason belongs either to splitting or to not splitting."""
+        counter = self._decisions.get(decision.reason)
+        if counter is None:
+            labels = "whole" if decision.pair is None else "split", decision.reason
+            counter = self.metrics.split_decisions_total.labels(*labels)
+            self._decisions[decision.reason] = counter
+        counter.value += 1.0
+
+    def number(self) -> int:
+        """Take a number that no live handoff has."""
+        while True:
+            number = self._rng.getrandbits(63)
+            if number >= LEAST_NUMBER and number not in self._numbers:
+                self._numbers.add(number)
+                return number
+
+    def give_back(self, number: int) -> None:
+        """Free the number of a handoff that has ended."""
+        self._numbers.discard(number)
+
+    @property
+    def under_way(self) -> int:
+        """Count of split requests that are not over; each may hold a lease."""
+        return len(self._numbers)
+
+    def sweep(self, now: float) -> None:
+        """Fail the transfers that are overdue, each once."""
+        overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
+        for transfer in overdue:
+            if self.transfers.pop(transfer, None) is not None:
+                transfer.overdue()
+
+    # Identities of prefill engines
+
+    def identity(self, endpoint: str, number: int) -> Identity | None:
+        """Return the identity of a prefill engine; None if it is unknown.
+
+        Of several ranks it is the one for the handoff's number.
+        """
+        identities = self._identities.get(endpoint)
+        return identities[number % len(identities)] if identities else None
+
+    def learn(self, endpoint: str, found: tuple[Identity, ...]) -> None:
+        """Note the identities of an endpoint's ranks."""
+        self._identities[endpoint] = found
+
+    def removed(self, endpoint: str) -> None:
+        """Drop what is known about a name that no endpoint has any more."""
+        self.forget(endpoint)
+        self.pairs = {
+            names: figures for names, figures in self.pairs.items() if endpoint not in names
+        }
+
+    def forget(self, endpoint: str) -> None:
+        """Drop an identity after a leg failed there: engine ids change with a restart."""
+        self._identities.pop(endpoint, None)
+
+    # What outlives a request
+
+    def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
+        """Send a release request, so that a prefiller frees KV that no request needs.
+
+        Only a decoder that fetches the KV, or declines to, can have it freed.
+        """
+        self.metrics.split_leases_given_up_total.labels(reason).inc()
+        leg = Leg(upstream, *words, Relay(b""), Inbox(keep=False), self._on_released)
+        self._running.add(leg)
+        leg.start()
+        self.outbox.loop.call_later(TAKEN_S, self._close_release, leg)
+
+    def _on_released(self, leg: Leg, _: UpstreamBroke | None) -> None:
+        self._running.discard(leg)
+
+    def _close_release(self, leg: Leg) -> None:
+        self._running.discard(leg)
+        leg.close()
+
+    def figures(self, pair: Pair) -> PairFigures:
+        """Return the figures of a pair's handoffs, which are created at the first one."""
+        names = _names(pair)
+        figures = self.pairs.get(names)
+        if figures is None:
+            figures = self.pairs[names] = PairFigures()
+        return figures
+
+    def ended(
+        self,
+        pair: Pair,
+        figures: PairFigures,
+        state: State,
+        record: SplitRecord,
+        relay: Relay | None,
+    ) -> None:
+        """Count a pair's attempt that is over, and its times if it was served."""
+        if record.transport is not None:
+            figures.transport = record.transport
+        if state is _FAILED:
+            figures.failed += 1
+            self.metrics.split_pairs_total.labels(*_names(pair), "failed").inc()
+        elif state is _DONE:
+            figures.served += 1
+            if figures.counter is None:
+                labels = (*_names(pair), "served")
+                figures.counter = self.metrics.split_pairs_total.labels(*labels)
+            figures.counter.value += 1.0
+            began, done = record.prefill_sent_at, record.prefilled_at
+            if relay is None or began is None or done is None:
+                return
+            if relay.first_token_at is not None:
+                figures.took(done - began, max(0.0, relay.first_token_at - done))
+
+    def close(self) -> None:
+        """Close the connections of release requests and bootstrap queries."""
+        for leg in tuple(self._running):
+            leg.close()
+        self.bootstraps.close()
+
+
+def _names(pair: Pair) -> tuple[str, str]:
+    return pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+
+
+def _update_mean(mean_s: float | None, newest_s: float) -> float:
+    return newest_s if mean_s is None else mean_s + WEIGHT * (newest_s - mean_s)
+
+
+def _wait_s(least_s: float, mean_s: float | None) -> float:
+    """Return twice the mean, within limits; the upper limit for a pair without a handoff so far."""
+    return MOST_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MOST_WAIT_S)

@@ -1,0 +1,196 @@
+"""A leg of a pair: one request to one engine, which reports once how it ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+from gateway.http.eager_task import Errand, Landing
+from gateway.http.upstream import LOST, Connection, Downstream, Upstream
+from gateway.protocol.relay import Relay, UpstreamBroke
+
+log = logging.getLogger("penstock")
+
+Ended = Callable[["Leg", UpstreamBroke | None], None]
+
+
+class Leg(Errand):
+    """One request on its way: start() it, and `ended` is called once with what broke.
+
+    A leg that is closed before reports nothing. The leg is its own payload, so it learns when its
+    bytes are written. On a connection it is a task without a coroutine: the end of the answer steps
+    it, which is its own end. Only connecting needs a coroutine.
+
+    sent_at  when its bytes were written; None: no engine has received anything of it
+    """
+
+    __slots__ = (
+        *("_body", "_connecting", "_connection", "_done", "_downstream", "_is_leaving"),
+        *("_on_ended", "_on_sent", "_pooled", "head", "relay", "sent_at", "upstream"),
+    )
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        head: bytes,
+        body: bytes,
+        relay: Relay,
+        downstream: Downstream,
+        ended: Ended,
+    ) -> None:
+        self.upstream = upstream
+        self.head = head
+        self.relay = relay
+        self.sent_at: float | None = None
+        self._body = body
+        self._downstream = downstream
+        self._on_ended: Ended | None = ended
+        self._on_sent: Callable[[], None] | None = None
+        self._is_leaving = False
+        self._connecting: Errand | None = None
+        self._connection: Connection | None = None
+        self._done: Landing | None = None
+        self._pooled = True
+
+    def start(self, on_sent: Callable[[], None] | None = None) -> None:
+        """Send the request, on a pooled connection if there is one.
+
+        `on_sent` is called when it is written.
+        """
+        self._on_sent = on_sent
+        connection = self.upstream.pooled()
+        if connection is not None:
+            self._send_on(connection)
+        else:
+            self._connect()
+
+    @property
+    def body(self) -> bytes:
+        """The bytes that upstream writes after the head."""
+        if self.sent_at is None:
+            self.sent_at = monotonic()
+            # The callback leads to the attempt, which leads here: no reference cycle may be left.
+            on_sent, self._on_sent = self._on_sent, None
+            if on_sent is not None:
+                on_sent()
+        return self._body
+
+    def release(self) -> None:
+        """Release the request's bytes: the engine has them, and they will not be sent again."""
+        self._body = b""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended or is about to be closed, so that it reports nothing more."""
+        return self._on_ended is None or self._is_leaving
+
+    def close(self) -> None:
+        """Close the connection if it is still open, without a report."""
+        if self._on_ended is not None:
+            self._drop_callbacks()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Close the connection, or stop connecting."""
+        connection, done, connecting = self._connection, self._done, self._connecting
+        self._connection = self._done = self._connecting = None
+        if connecting is not None:
+            connecting.cancel()
+        if connection is not None and done is not None:
+            done.errand = None
+            done.cancel()
+            connection.abort()
+
+    def close_in(self, seconds: float, ended: Ended | None = None) -> None:
+        """Close the connection later.
+
+        Until then only `ended` is called; without it the first token closes too.
+        """
+        if not self.over:
+            self._on_ended, self._is_leaving = ended or _ignore, True
+            self.relay.on_first = None if ended is not None else self._close_soon
+            self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
+
+    def _close_soon(self) -> None:
+        """Close after the callback that brings the token, not within it."""
+        self.upstream.outbox.loop.call_soon(self.close)
+
+    def _send_on(self, connection: Connection) -> None:
+        """Send the request on this connection, and have the end of the answer step this leg."""
+        self._connection = connection
+        try:
+            done = connection.carry(self.head, self, self.relay, self._downstream)
+            self._done = done
+        except Exception:
+            log.exception("a leg failed inside the gateway")
+            connection.abort()
+            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+            return
+        if done.done():
+            self.step()
+        else:
+            done.errand = self
+
+    def step(self, error: BaseException | None = None) -> None:
+        """Handle the end of the answer.
+
+        A pooled connection that was lost before a byte came back is replaced by a new one, once.
+        """
+        done, connection = self._done, self._connection
+        self._done = self._connection = None
+        if done is None:
+            return
+        problem = done.exception()
+        if problem is None:
+            self._end(None)
+        elif not isinstance(problem, UpstreamBroke):
+            raise problem
+        elif not self.relay.untouched or problem.kind not in LOST:
+            self._end(problem)
+        elif self._pooled:
+            self._connect()
+        else:
+            problem.fresh = connection is not None and connection.is_fresh
+            self._end(problem)
+
+    def _connect(self) -> None:
+        self._pooled = False
+        self._connecting = Errand(self._send_on_new(), _do_nothing)
+        self._connecting.step()
+
+    async def _send_on_new(self) -> None:
+        try:
+            connection = await self.upstream.connect()
+        except UpstreamBroke as broke:
+            broke.sent = self.sent_at is not None
+            # Its traceback leads to this frame and its callers: a reference cycle.
+            self._end(broke.with_traceback(None))
+        except Exception:
+            log.exception("a leg failed inside the gateway")
+            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+        else:
+            self._connecting = None
+            if self._on_ended is None:
+                connection.abort()
+            else:
+                self._send_on(connection)
+
+    def _end(self, problem: UpstreamBroke | None) -> None:
+        self._connection = self._done = self._connecting = None
+        on_ended = self._on_ended
+        self._drop_callbacks()
+        if on_ended is not None:
+            on_ended(self, problem)
+
+    def _drop_callbacks(self) -> None:
+        """Drop the callbacks, which lead to the attempt and back here: a reference cycle."""
+        self._on_ended = self._on_sent = self.relay.on_first = None
+
+
+def _ignore(_: Leg, __: UpstreamBroke | None) -> None:
+    """Ignore the end of a leg that is about to be closed."""
+
+
+def _do_nothing() -> None:
+    """End a connecting task: the leg reports its end itself."""

@@ -1,0 +1,306 @@
+"""The requests of a pair's two legs, and what the prefill answer means.
+
+Everything that depends on the dialect is here. Not here: when a request is sent, and what follows
+(gateway/disagg/attempt.py, gateway/disagg/state_machine.py).
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from gateway.admission.controller import Room
+from gateway.config import Resume
+from gateway.disagg.handoffs import Handoffs
+from gateway.disagg.pairing import SplitRoute
+from gateway.exchange import Exchange, SplitRecord
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.http.client import Client
+from gateway.legs.forward import answer_headers, forwarded
+from gateway.protocol.json_splice import edited, shows_usage
+from gateway.protocol.openai import Api, Call
+from gateway.protocol.relay import Relay
+from gateway.protocol.resume_terms import Terms as ResumeTerms
+from gateway.protocol.resume_terms import terms_of, with_token_ids
+from gateway.protocol.rewrite import Corrector, Renamer
+from gateway.protocol.stream_scan import Usage
+from gateway.protocol.token_ledger import Ledger, Recorded, Recorder
+from gateway.protocol.trace_context import passed_on
+from gateway.protocol.upstream_error import UpstreamBroke
+from kvtransfer.dialects import (
+    Answer,
+    Edits,
+    Finished,
+    Handover,
+    Identity,
+    Needs,
+    Terms,
+    Unusable,
+    as_events,
+    known_members,
+    members,
+)
+from policies.model import Endpoint, EngineKind, Request
+from policies.prefix.fingerprint import Fingerprint
+
+# A release request asks for one token, like a prefill request, whatever the client asked for: a
+# body that the prefiller accepted so is valid for the decoder too.
+_RELEASE = members({"max_tokens": b"1", "stream": b"false"})
+_OUTPUT_MEMBERS = frozenset(
+    (
+        *("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens"),
+        *("logprobs", "top_logprobs"),
+    )
+)
+
+# Local names: Enum attribute access is slow before Python 3.12.
+_CHAT, _FIRST_ANSWER = Api.CHAT, Needs.FIRST_ANSWER
+
+_SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+class SplitGateway(Protocol):
+    """The gateway as a split request uses it."""
+
+    endpoints: EndpointTable
+    handoffs: Handoffs
+
+    def count_unsent(self, exchange: Exchange, problem: UpstreamBroke, /) -> bool:
+        """Count a failed attempt if its request was never sent; return whether it was counted."""
+
+
+class SplitModel(Protocol):
+    """The route of a split model as a split request uses it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def room(self) -> Room: ...
+    @property
+    def resume(self) -> Resume | None: ...
+
+    def resolve_name(self, endpoint: Endpoint, /) -> str:
+        """Return the name that the endpoint's engine has for the model."""
+
+
+class SplitContext:
+    """One request of a model that is split, with everything that its attempts need."""
+
+    __slots__ = ("call", "client", "exchange", "fingerprint", "gateway", "route", "split")
+
+    def __init__(
+        self,
+        gateway: SplitGateway,
+        route: SplitModel,
+        split: SplitRoute,
+        exchange: Exchange,
+        client: Client,
+        call: Call,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self.gateway, self.route, self.split = gateway, route, split
+        self.exchange, self.client, self.call = exchange, client, call
+        self.fingerprint = fingerprint
+
+
+def one_token(request: Request) -> Request:
+    """Return the request that a prefill endpoint is booked for: one token of one choice."""
+    return replace(request, output_tokens=1, choices=1)
+
+
+class Words:
+    """Builds the requests of one attempt's legs and reads the prefill answer.
+
+    It keeps what requests are made of, because one may be due when the client has gone and the call
+    has released it.
+
+    terms          hold for both legs; the prefiller's identity may be learned later
+    _resume_terms  how a broken stream could be continued; None where that would not be exact
+    _cache_report  takes the prefiller's count of cached tokens, which the client sees; None if it
+                   sees the decoder's
+    """
+
+    __slots__ = (
+        *("_cache_report", "_context", "_facts", "_lines", "_members", "_prefill", "_record"),
+        *("_resume_terms", "terms"),
+    )
+
+    def __init__(
+        self, context: SplitContext, record: SplitRecord, prefill: Endpoint, number: int
+    ) -> None:
+        exchange, headers, call = context.exchange, context.client.headers, context.call
+        split = context.split
+        facts = split.facts[prefill.name]
+        self._context, self._record = context, record
+        self._prefill, self._facts = prefill.name, facts
+        self._members = call.members
+        self._cache_report: Corrector | Ledger | None = None
+        self._resume_terms: ResumeTerms | None = None
+        if context.route.resume is not None and split.dialect.engine == EngineKind.VLLM:
+            self._resume_terms = terms_of(call)
+        # A copy of an earlier attempt may still run on an engine, so each attempt has an id of its
+        # own.
+        retries = exchange.retries
+        request_id = f"{exchange.id}-{len(retries)}" if retries else exchange.id
+        trace_lines = "" if exchange.trace is not None else passed_on(headers)
+        self._lines = (
+            f"x-request-id: {request_id}\r\n{forwarded(headers)}{trace_lines}content-length: "
+        )
+        self.terms = Terms(
+            request_id,
+            number,
+            call.api is _CHAT,
+            facts.host,
+            facts.bootstrap,
+            context.gateway.handoffs.identity(prefill.name, number),
+        )
+
+    def forget(self) -> None:
+        """Release the client's body, as the call does at the first token."""
+        self._members = {}
+
+    def set_identity(self, identities: tuple[Identity, ...]) -> None:
+        """Note who the prefill engine is, for this attempt and for later ones."""
+        handoffs = self._context.gateway.handoffs
+        handoffs.learn(self._prefill, identities)
+        identity = handoffs.identity(self._prefill, self.terms.number)
+        self.terms = replace(self.terms, identity=identity)
+
+    def prefill(self, place: Booking) -> tuple[bytes, bytes]:
+        """Return head and body of the prefill request."""
+        return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
+
+    def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
+        """Return head and body of the decode request.
+
+        Without a handover it is the client's own request.
+        """
+        if handover is not None:
+            edits, role = handover.edits, "decode"
+        else:
+            edits = Edits(keep=known_members(place.endpoint.engine, chat=self.terms.chat))
+            role = "whole"
+        if self._resume_terms is not None:
+            edits = with_token_ids(edits)
+        return self._request(place, edits, role)
+
+    def release_request(
+        self, place: Booking | LiveEndpoint, handover: Handover
+    ) -> tuple[bytes, bytes]:
+        """Return head and body of a decode request that has the prefiller's KV freed.
+
+        It generates one token, which is discarded. By then the blocks may hold another request's
+        KV, so the request has a cache salt of its own: what the engine caches of it is found by no
+        other request.
+        """
+        edits, apart = handover.edits, self._context.split.dialect.apart
+        put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
+        if apart is not None:
+            put += members({apart: b'"unread %d"' % self.terms.number})
+            drop |= {apart}
+        return self._request(place, replace(edits, put=put, drop=drop), "")
+
+    def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
+        """Return the relay of the decoder's answer to the client.
+
+        It records the answer's tokens where a broken stream can be continued, and replaces the
+        decoder's count of cached tokens where that counts the transfer.
+        """
+        context, record = self._context, self._record
+        exchange, client, asked = context.exchange, context.client, context.call.asked_model
+        served = context.route.resolve_name(endpoint)
+        headers = answer_headers(exchange, client, endpoint.name) + self._facts.header
+        corrects = handover is not None and not handover.reports_own_cache
+        self._cache_report = None
+        exchange.ledger = None
+        terms, resume = self._resume_terms, context.route.resume
+        if terms is not None and resume is not None:
+            ledger = exchange.ledger = Ledger(terms, resume.tokens)
+            if corrects:
+                self._cache_report = ledger
+                ledger.cached_tokens = record.cached_tokens
+            recorder = Recorder(ledger, ledger.first, served, asked)
+            return Recorded(
+                headers, None, client.http_1_0, recorder, patient=True, gaps=exchange.gaps
+            )
+        renamer: Renamer | None = None
+        if corrects and shows_usage(self._members):
+            renamer = corrector = self._cache_report = Corrector(served, asked)
+            corrector.cached_tokens = record.cached_tokens
+        elif served != asked:
+            renamer = Renamer(served, asked)
+        return Relay(headers, None, client.http_1_0, renamer, handover is not None, exchange.gaps)
+
+    def note_usage(self, usage: Usage) -> None:
+        """Note the prefill engine's count of cached tokens.
+
+        The client sees 0 if the engine reports none.
+        """
+        self._record.cached_tokens = usage.cached_tokens
+        if self._cache_report is not None:
+            self._cache_report.cached_tokens = usage.cached_tokens or 0
+
+    def interpret(
+        self, answer: Answer | Unusable, *, alone: bool
+    ) -> Handover | Unusable | Finished | None:
+        """Return what a prefill answer means for the decoder.
+
+        None: the decoder has its request already and needs nothing else. `alone`: no decoder has
+        the request yet.
+        """
+        dialect, record = self._context.split.dialect, self._record
+        if isinstance(answer, Unusable):
+            return answer
+        record.cached_tokens = answer.cached_tokens or 0
+        if self._cache_report is not None:
+            self._cache_report.cached_tokens = record.cached_tokens
+        if dialect.needs is _FIRST_ANSWER:
+            identities, expected = dialect.identify(answer.body), self.terms.identity
+            if expected is None:
+                self.set_identity(identities)
+            elif identities and expected not in identities:
+                self.set_identity(identities)
+                return Unusable("the prefill engine is not the one that its decoder was told of")
+        if not alone:
+            return dialect.check(answer)
+        handover = dialect.decode(self.terms, answer)
+        if isinstance(handover, Handover):
+            record.transport = handover.transport
+        return handover
+
+    def finished(self, answer: Finished) -> bytes:
+        """Return the prefill answer as a response to the client's own request: JSON or events."""
+        if not self._context.call.request.stream:
+            return _JSON % len(answer.body) + answer.body
+        events = as_events(answer.body, usage=shows_usage(self._members))
+        return _SSE % len(events) + events
+
+    def _request(
+        self, place: Booking | LiveEndpoint, edits: Edits, role: str
+    ) -> tuple[bytes, bytes]:
+        """Return head and body of a request.
+
+        `role` names it in traces; "" leaves out trace and cache salt.
+        """
+        context, endpoint = self._context, place.endpoint
+        call, trace = context.call, context.exchange.trace
+        served = context.route.resolve_name(endpoint)
+        if (
+            role and call.salt
+        ):  # the same in both legs: a decoder finds the KV under the prefiller's salt
+            put = edits.put + call.salt_member(endpoint.salt_member)
+            edits = replace(edits, put=put)
+        model = None if served == call.request.model else served
+        body = edited(call.body, self._members, edits, model)
+        lines = f"{self._lines}{len(body)}\r\n"
+        if trace is not None and role:
+            lines += trace.leg(role, endpoint.name, monotonic())
+        for name, value in edits.headers:
+            lines += f"{name}: {value}\r\n"
+        head = place.upstream.head(context.exchange.api)
+        return head + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

@@ -1,0 +1,129 @@
+"""Which endpoints of a model can be paired, and in which dialect.
+
+Here: groups of endpoints with compatible KV, from the configuration. Not here: choosing among them
+(policies.pricing.split).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.config import Model
+from gateway.fleet.model_names import engine_name
+from kvtransfer import dialects
+from kvtransfer.dialects import Bootstrap, Dialect, Needs
+from policies.contract import Policy
+from policies.filters import telling
+from policies.model import Candidate, Role
+from policies.pricing.split import Group, Pools, SplitRule, Splitter, compat, splitter
+
+NEED_BOOTSTRAP = (Needs.ADDRESS, Needs.QUERY)
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Configured facts of a prefill endpoint.
+
+    host       of its URL
+    bootstrap  its bootstrap server; None if it has none
+    header     the response header line that names the endpoint to clients
+    """
+
+    host: str
+    bootstrap: Bootstrap | None
+    header: bytes
+
+
+class SplitRoute(msgspec.Struct, frozen=True):
+    """How a model's requests are split. `facts` by name of the prefill endpoint."""
+
+    dialect: Dialect
+    splitter: Splitter
+    pools: Pools
+    facts: Mapping[str, Facts]
+    transfer_timeout_s: float
+
+
+def whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the endpoints that serve whole requests."""
+    return tuple(
+        candidate for candidate in candidates if candidate.endpoint.role is not Role.PREFILL
+    )
+
+
+def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -> SplitRoute | None:
+    """Return how to split a model's requests; None if they are not split.
+
+    They are not without a `split` section, or if no two endpoints can be paired.
+    """
+    if model.split is None:
+        return None
+    dialect = dialects.named(model.split.dialect)
+    groups = _groups(model, dialect, candidates)
+    if not groups:
+        return None
+    rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
+    return SplitRoute(
+        dialect,
+        _with_applicable_filters(splitter(rule, policy), candidates),
+        Pools(
+            groups,
+            tuple(candidate for candidate in candidates if _serves_alone(dialect, candidate)),
+        ),
+        {prefill.endpoint.name: _facts(prefill) for group in groups for prefill in group.prefills},
+        model.split.transfer_timeout,
+    )
+
+
+def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]) -> Splitter:
+    """Return the splitter without the filters that can reject none of the endpoints."""
+
+    def reduced(policy: Policy) -> Policy:
+        return msgspec.structs.replace(policy, filters=telling(policy.filters, candidates))
+
+    return msgspec.structs.replace(
+        splitter,
+        prefill=reduced(splitter.prefill),
+        decode=reduced(splitter.decode),
+        crowded=reduced(splitter.crowded),
+    )
+
+
+def _groups(model: Model, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
+    by_compat: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        endpoint = candidate.endpoint
+        if endpoint.engine == dialect.engine:
+            key = compat(endpoint.engine, engine_name(model, endpoint), endpoint.labels)
+            by_compat.setdefault(key, []).append(candidate)
+    groups = []
+    for key, members in by_compat.items():
+        prefills = tuple(member for member in members if _can_prefill(dialect, member))
+        decodes = whole(members)
+        if prefills and decodes and len({*prefills, *decodes}) > 1:
+            groups.append(Group(key, prefills, decodes))
+    return tuple(groups)
+
+
+def _can_prefill(dialect: Dialect, candidate: Candidate) -> bool:
+    endpoint = candidate.endpoint
+    if dialect.needs in NEED_BOOTSTRAP and endpoint.bootstrap is None:
+        return False
+    return endpoint.role is not Role.DECODE
+
+
+def _serves_alone(dialect: Dialect, candidate: Candidate) -> bool:
+    role = candidate.endpoint.role
+    return role is Role.BOTH or (role is Role.DECODE and dialect.decode_alone)
+
+
+def _facts(candidate: Candidate) -> Facts:
+    endpoint = candidate.endpoint
+    bootstrap = None
+    if endpoint.bootstrap is not None:
+        address = urlsplit(f"//{endpoint.bootstrap}")
+        bootstrap = Bootstrap(address.hostname or "", address.port or 0)
+    header = b"x-penstock-prefill: %b\r\n" % endpoint.name.encode()
+    return Facts(urlsplit(endpoint.url).hostname or "", bootstrap, header)

@@ -1,0 +1,52 @@
+"""A downstream for answers to the gateway itself: it collects an answer, or discards it."""
+
+from __future__ import annotations
+
+from gateway.http.upstream import Connection
+
+MOST_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more blocks
+
+
+class Inbox:
+    """Collects what a relay for HTTP/1.0 clients writes: a head, then the body.
+
+    With `keep` False everything is discarded. An answer that is too long fails its connection.
+    """
+
+    __slots__ = ("_keep", "_parts", "_size", "source")
+
+    def __init__(self, *, keep: bool = True) -> None:
+        self._keep = keep
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.source: Connection | None = None
+
+    @property
+    def writing_paused(self) -> bool:
+        return False
+
+    @property
+    def body(self) -> bytes:
+        """The part of the answer's body that has arrived."""
+        answer = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        index = answer.find(b"\r\n\r\n")
+        return answer[index + 4 :] if index >= 0 else b""
+
+    def write(self, data: bytes) -> None:
+        if not self._keep:
+            return
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > MOST_BYTES and self.source is not None:
+            self.source.fail("framing", "the engine's answer to the gateway is too long")
+
+    def call_off(self) -> None:
+        """Half-close the connection if the answer is still coming.
+
+        Engines treat that as an abort.
+        """
+        if self.source is not None:
+            self.source.call_off()
+
+    def set_source(self, source: Connection | None) -> None:
+        self.source = source

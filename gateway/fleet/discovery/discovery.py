@@ -1,0 +1,117 @@
+"""Runs one discovery source per pool that has one; discovered endpoints are applied like a reload.
+
+Owns the discovered endpoints. Live state: it outlives configurations, so a reload does not empty a
+pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+
+from gateway.config import Config
+from gateway.config.tree import Discover
+from gateway.fleet.discovery.dns import Dns
+from gateway.fleet.discovery.file_list import Listed
+from gateway.fleet.discovery.kubernetes import Slices, mounted
+from gateway.fleet.discovery.source import Found, Source
+
+log = logging.getLogger("penstock")
+
+PATIENCE_S = 2.0
+"""How long start() waits for a result of every source, so the first request finds endpoints."""
+
+AGAIN_S = 10.0
+"""Pause after an unexpected exception of a source."""
+
+Make = Callable[[Discover, Random], Source]
+
+
+def made(folder: Path, spec: Discover, rng: Random) -> Source:
+    """Create the source that a pool's configuration names; relative paths start from `folder`."""
+    if spec.dns is not None:
+        return Dns(spec.dns, spec.interval, spec.endpoint, rng)
+    if spec.file is not None:
+        return Listed(folder / spec.file, spec.endpoint)
+    assert spec.kubernetes is not None
+    return Slices(spec.kubernetes, spec.endpoint, rng, mounted())
+
+
+class Discovery:
+    """Runs the sources and stores their endpoints by pool in `discovered`."""
+
+    def __init__(
+        self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make
+    ) -> None:
+        """`changed` is called after a change; it raises ValueError to reject the change."""
+        self.found = found
+        self._on_change, self._rng, self._create_source = changed, rng, make
+        self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
+        self._has_result: dict[str, asyncio.Event] = {}
+        self._is_running = False
+
+    async def start(self, config: Config) -> None:
+        """Start all sources; return once each has yielded, or after PATIENCE_S."""
+        self._is_running = True
+        self.follow(config)
+        waits = [asyncio.create_task(event.wait()) for event in self._has_result.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=PATIENCE_S)
+            for task in waits:
+                task.cancel()
+
+    def follow(self, config: Config) -> None:
+        """Start and stop sources as the configuration requires.
+
+        An unchanged source keeps running.
+        """
+        if not self._is_running:
+            return
+        wanted: Mapping[str, Discover] = {
+            name: pool.discover for name, pool in config.pools.items() if pool.discover is not None
+        }
+        for pool in [pool for pool, (spec, _) in self._tasks.items() if wanted.get(pool) != spec]:
+            self._tasks.pop(pool)[1].cancel()
+        for pool in self.found.keys() - wanted.keys():
+            del self.found[pool]
+        for pool, spec in wanted.items():
+            if pool not in self._tasks:
+                self._has_result[pool] = asyncio.Event()
+                task = asyncio.create_task(self._run(pool, spec), name=f"discover {pool}")
+                self._tasks[pool] = spec, task
+
+    async def _run(self, pool: str, spec: Discover) -> None:
+        while True:
+            try:
+                async for endpoints in self._create_source(spec, self._rng).watch():
+                    self._store(pool, endpoints)
+                    self._has_result[pool].set()
+            except Exception:  # the endpoints discovered so far stay, whatever a source does
+                log.exception("discovery of pool %s failed; retry in %.0f s", pool, AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+
+    def _store(self, pool: str, endpoints: Found) -> None:
+        before = self.found.get(pool, ())
+        if before == endpoints:
+            return
+        self.found[pool] = endpoints
+        try:
+            self._on_change()
+        except ValueError:  # a policy may reject the endpoints as well
+            self.found[pool] = before
+            log.exception("the endpoints discovered for pool %s are rejected", pool)
+            return
+        urls, urls_before = {spec.url for spec in endpoints}, {spec.url for spec in before}
+        added, removed = len(urls - urls_before), len(urls_before - urls)
+        log.info("pool %s: %d discovered, %d added, %d removed", pool, len(urls), added, removed)
+
+    async def stop(self) -> None:
+        self._is_running = False
+        tasks = [task for _, task in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()

@@ -1,0 +1,65 @@
+"""Discovery by DNS: every address of a name is an endpoint, as behind a headless Service.
+
+The name is looked up at an interval with jitter. The system's resolver is used, so hosts files,
+search domains and its cache apply. It does not return a TTL, hence the interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from random import Random
+
+from gateway.config.tree import EndpointTraits
+from gateway.fleet.discovery.source import Found, log, specs
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the addresses of a name. Raises OSError when there are none or no server answers."""
+
+
+async def resolve(name: str, port: int) -> Sequence[str]:
+    """Look a name up with the system's resolver."""
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in addresses]
+
+
+class Dns:
+    """The source for one name and port."""
+
+    def __init__(
+        self,
+        where: str,
+        interval_s: float,
+        traits: EndpointTraits,
+        rng: Random,
+        resolve: Resolve = resolve,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        host, _, port = where.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._interval_s, self._traits, self._rng = interval_s, traits, rng
+        self._resolve, self._sleep = resolve, sleep
+
+    async def watch(self) -> AsyncIterator[Found]:
+        yielded: Found | None = None
+        is_failing = False
+        while True:
+            try:
+                addresses = await self._resolve(self._host, self._port)
+            except OSError as error:
+                if not is_failing:
+                    log.warning(
+                        "%s cannot be resolved; its last known endpoints stay: %s",
+                        self._host,
+                        error,
+                    )
+                is_failing = True
+            else:
+                is_failing = False
+                endpoints = specs([(address, self._port) for address in addresses], self._traits)
+                if endpoints and endpoints != yielded:
+                    yielded = endpoints
+                    yield endpoints
+            await self._sleep(self._interval_s * self._rng.uniform(0.8, 1.2))

@@ -1,0 +1,101 @@
+"""Discovery by a file: a YAML or JSON list of URLs, or of mappings as under `endpoints`.
+
+The file's content is polled. While the file cannot be read or is invalid, the last known endpoints
+stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from gateway.config.tls_sections import FOLDER
+from gateway.config.tree import EndpointSpec, EndpointTraits
+from gateway.fleet.discovery.source import MOST, Found, log
+
+CAP_BYTES = 1 << 20
+LOOK_S = 0.5
+"""Poll interval.
+
+A new content counts once two polls in a row agree, so a half-written file does not.
+"""
+
+
+class Listed:
+    """The source for one file."""
+
+    def __init__(
+        self,
+        path: Path,
+        traits: EndpointTraits,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._path, self._traits, self._sleep = path, traits, sleep
+        self._is_failing = False
+
+    async def watch(self) -> AsyncIterator[Found]:
+        yielded: Found | None = None
+        content: bytes | None = None
+        parsed: bytes | None = None
+        while True:
+            before, content = content, await asyncio.to_thread(self._read)
+            is_new = content is not None and content != parsed
+            if content is not None and is_new and (content == before or parsed is None):
+                parsed = content
+                endpoints = await asyncio.to_thread(self._parse, content)
+                if endpoints is not None and endpoints != yielded:
+                    yielded = endpoints
+                    yield endpoints
+            await self._sleep(LOOK_S)
+
+    def _read(self) -> bytes | None:
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(CAP_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: not a valid path
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be read; its last known endpoints stay: %s", self._path, error
+                )
+            self._is_failing = True
+            return None
+        self._is_failing = False
+        return content
+
+    def _parse(self, content: bytes) -> Found | None:
+        """Return the endpoints of the file; log the reason and return None if it is invalid."""
+        try:
+            if len(content) > CAP_BYTES:
+                raise ValueError(f"it is longer than {CAP_BYTES} bytes")
+            items = YAML(typ="safe", pure=True).load(content.decode())
+            if not isinstance(items, list) or len(items) > MOST:
+                raise ValueError(f"it is no list of at most {MOST} endpoints")
+            endpoints = tuple(self._parse_item(item) for item in items)
+            if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
+                raise ValueError("two of its endpoints have one url")
+            if len({endpoint.shown_name for endpoint in endpoints}) < len(endpoints):
+                raise ValueError("two of its endpoints have one name")
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            log.warning("%s is not taken over: %s: %s", self._path, place, first["msg"])
+        except YAMLError:
+            log.warning("%s is not taken over: it is no YAML", self._path)
+        except (ValueError, RecursionError) as error:
+            log.warning("%s is not taken over: %s", self._path, error)
+        else:
+            return endpoints
+        return None
+
+    def _parse_item(self, item: Any) -> EndpointSpec:
+        own = {"url": item} if isinstance(item, str) else item
+        if not isinstance(own, dict):
+            raise ValueError("an item is neither a url nor a mapping")
+        shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
+        return EndpointSpec.model_validate(shared | own, context={FOLDER: str(self._path.parent)})

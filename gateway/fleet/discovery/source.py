@@ -1,0 +1,39 @@
+"""The interface of a discovery source: it yields all known endpoints after each change.
+
+A source never raises for a lookup that fails. It yields nothing then, so the last known endpoints
+stay: the restart of an API server must not take a fleet down. Not here: what is done with the
+endpoints (gateway/fleet/discovery/discovery.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
+
+from gateway.config.tree import EndpointSpec, EndpointTraits
+from gateway.util.addresses import http_url
+
+log = logging.getLogger("penstock")
+
+MOST = 4096
+"""Endpoints of one pool. Further ones are ignored, in the order of their addresses."""
+
+Found = tuple[EndpointSpec, ...]
+
+
+class Source(Protocol):
+    """One place that lists endpoints."""
+
+    def watch(self) -> AsyncIterator[Found]:
+        """Yield all known endpoints, at the start and then after every change."""
+        ...
+
+
+def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found:
+    """Build endpoints for the addresses, with equal traits, sorted by address."""
+    shared = {name: getattr(traits, name) for name in type(traits).model_fields}
+    known = sorted(set(addresses))[:MOST]
+    encrypted = traits.tls is not None
+    urls = [http_url(host, port, encrypted=encrypted) for host, port in known]
+    return tuple(EndpointSpec.model_construct(url=url, name=None, **shared) for url in urls)

@@ -1,0 +1,350 @@
+"""The registry of endpoints: live endpoints by slot, and what a configuration changes about them.
+
+plan() computes the changes without side effects; apply() makes them. An endpoint is identified by
+its pool and URL. Its load, health, connections and slot survive any other change of its
+configuration. After an endpoint has left the configuration, it keeps them until release().
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import count
+from time import monotonic
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.config import Config, EndpointSpec, Model, salt_member
+from gateway.fleet.model_names import engine_name
+from gateway.http.tls_clients import ClientContexts
+from gateway.http.upstream import Patience, Upstream
+from gateway.http.write_queue import Outbox
+from gateway.util.tls import Encryption
+from policies.engine.step_time import Belief, shape_for
+from policies.health.health import Health, State
+from policies.health.speed_record import SpeedRecord
+from policies.load import EndpointLoad
+from policies.model import Candidate, Endpoint, Layout, Role
+
+log = logging.getLogger("penstock")
+
+# Health of an endpoint that has never failed. Callers compare by identity to skip success events.
+HEALTHY = Health()
+
+
+class LiveEndpoint:
+    """One endpoint (a TP group) with all of its live state.
+
+    backlog_tokens      prefill_tokens when the engine last sent a byte: work that may explain
+                        silence
+    generated_tokens    output tokens since the engine's start, from its last scrape
+    models              the names that its engine lists; they count only if has_list is set
+    models_at           when its engine last sent its list, or reported that it has none
+    has_list            its engine has sent a list; False if the list is unknown or there is none
+    kv_received_bytes   KV received from other engines since its start; None if it does not report
+                        it
+    is_stalled          found stalled: /health is not trusted until it generates again
+    throttled_until     end of a period with few requests, after another endpoint overtook it; else
+                        None
+    is_leaving          in no configuration in force; requests of an older one may still run there
+    is_drained          an operator drained it: it gets no new requests
+    speed               the measurements of its speed, and the verdict on them
+    slow_start_at       when it (re)entered rotation, while its concurrency is still ramping up;
+                        else None
+    sent_tokens         prompt tokens ever sent to it
+    hit_tokens          those of sent_tokens that the prefix index believed to be cached there
+    """
+
+    __slots__ = (
+        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "has_list"),
+        *("health", "hit_tokens", "key_header", "kv_received_bytes", "leaving", "load", "models"),
+        *("models_at", "produced", "sent_tokens", "spec", "speed", "stalled", "upstream"),
+        "warm_from",
+    )
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        spec: EndpointSpec,
+        load: EndpointLoad,
+        timeouts: Patience,
+        write_queue: Outbox,
+        encryption: Encryption | None = None,
+    ) -> None:
+        self.load = load
+        self.upstream = Upstream(spec.url, None, timeouts, write_queue, encryption)
+        self.become(endpoint, spec, timeouts, encryption)
+        self.health = HEALTHY
+        self.models: tuple[str, ...] = ()
+        self.has_list = False
+        self.models_at: float | None = None
+        self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
+        self.produced: int | None = None
+        self.kv_received_bytes: int | None = None
+        self.warm_from: float | None = None
+        self.doubted_until: float | None = None
+        self.speed = SpeedRecord()
+        self.stalled = self.leaving = self.drained = False
+
+    def become(
+        self,
+        endpoint: Endpoint,
+        spec: EndpointSpec,
+        timeouts: Patience,
+        encryption: Encryption | None,
+    ) -> None:
+        """Apply the attributes that the configuration now has for this endpoint."""
+        key = spec.api_key.reveal() if spec.api_key is not None else None
+        self.endpoint = endpoint
+        self.spec = spec
+        self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
+        self.encryption = encryption
+        self.upstream.become(key, timeouts, encryption)
+
+
+def step_tokens(live: LiveEndpoint) -> int:
+    """The most prompt tokens that its prefill step under way may have to compute."""
+    load, speed = live.load, live.speed
+    others = load.in_flight - load.decoding - speed.waiting
+    return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
+
+
+class Member(msgspec.Struct, frozen=True, eq=False):
+    """An endpoint of a configuration, with the live endpoint that it is or will become."""
+
+    live: LiveEndpoint
+    endpoint: Endpoint
+    spec: EndpointSpec
+
+
+class Adoption(msgspec.Struct, frozen=True, eq=False):
+    """What a configuration makes of the registry. Valid until the registry changes.
+
+    pools           candidates by pool
+    name_conflicts  (pool, spec) of discovered endpoints whose name another endpoint already has
+    """
+
+    config: Config
+    patience: Patience
+    members: tuple[Member, ...]
+    pools: Mapping[str, tuple[Candidate, ...]]
+    passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
+
+    def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Return the candidates whose engine lists the name."""
+        listing = {id(member.live.load) for member in self.members if model in member.live.models}
+        return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
+
+    def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Return the candidates that may serve a configured model.
+
+        They list its name, or their list is not known.
+        """
+        lists = {
+            id(member.live.load): member.live.models
+            for member in self.members
+            if member.live.has_list
+        }
+        return tuple(
+            candidate
+            for candidate in candidates
+            if (names := lists.get(id(candidate.load))) is None
+            or engine_name(model, candidate.endpoint) in names
+        )
+
+    def listed_names(self, pool: str) -> list[str]:
+        """Return the names that the pool's endpoints list, without those reserved for tenants."""
+        public = [
+            member.live
+            for member in self.members
+            if member.endpoint.pool == pool and not member.endpoint.tenants
+        ]
+        return sorted({name for live in public if live.has_list for name in live.models})
+
+
+class Moves(msgspec.Struct, frozen=True, eq=False):
+    """Endpoints that were added and removed, and the names that no endpoint has any more."""
+
+    came: tuple[LiveEndpoint, ...]
+    left: tuple[LiveEndpoint, ...]
+    names: tuple[str, ...]
+
+
+class Roster:
+    """All live endpoints.
+
+    `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
+
+    discovered  discovered endpoints by pool; written by Discovery only
+    """
+
+    def __init__(self, write_queue: Outbox) -> None:
+        self.by_slot: list[LiveEndpoint] = []
+        self._free: set[int] = set()
+        self._write_queue = write_queue
+        self._is_first_plan = True
+        self._contexts = ClientContexts()
+        self._reported_conflicts: frozenset[tuple[str, str]] = frozenset()
+        self.found: dict[str, tuple[EndpointSpec, ...]] = {}
+
+    def all(self) -> tuple[LiveEndpoint, ...]:
+        """Return all endpoints, including those that are leaving."""
+        return tuple(live for live in self.by_slot if live.load.slot not in self._free)
+
+    def plan(self, config: Config) -> Adoption:
+        """Compute what `config` would make of the registry. Changes nothing."""
+        timeouts = Patience(
+            config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
+        )
+        known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
+        slots = self._unused_slots()
+        members = []
+        discovered, conflicts = self._usable_discovered(config)
+        for pool, pool_spec in config.pools.items():
+            for spec in (*pool_spec.endpoints, *discovered.get(pool, ())):
+                endpoint = described(pool, spec)
+                live = known.get((pool, endpoint.url))
+                if live is None:
+                    load = EndpointLoad(next(slots), expected(config, endpoint))
+                    encryption = self._contexts.of(spec)
+                    live = LiveEndpoint(
+                        endpoint, spec, load, timeouts, self._write_queue, encryption
+                    )
+                members.append(Member(live, endpoint, spec))
+        pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
+        for member in members:
+            pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
+        candidates = {pool: tuple(listed) for pool, listed in pools.items()}
+        return Adoption(config, timeouts, tuple(members), candidates, tuple(conflicts))
+
+    def _usable_discovered(
+        self, config: Config
+    ) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
+        """Return the discovered endpoints by pool, and (pool, spec) of those with a name conflict.
+
+        Endpoints that the configuration also lists are left out. Names are unique over all pools. A
+        conflicting endpoint joins once its name is free, without waiting for a new report of its
+        source.
+        """
+        used_names = {spec.shown_name for pool in config.pools.values() for spec in pool.endpoints}
+        usable: dict[str, list[EndpointSpec]] = {}
+        conflicts = []
+        for pool, pool_spec in config.pools.items():
+            configured = {spec.url for spec in pool_spec.endpoints}
+            for spec in self.found.get(pool, ()) if pool_spec.discover is not None else ():
+                if spec.url in configured:
+                    continue
+                if spec.shown_name in used_names:
+                    conflicts.append((pool, spec))
+                else:
+                    used_names.add(spec.shown_name)
+                    usable.setdefault(pool, []).append(spec)
+        return usable, conflicts
+
+    def _unused_slots(self) -> Iterator[int]:
+        """Yield the slots to assign: first the freed ones, then new ones."""
+        yield from sorted(self._free)
+        yield from count(len(self.by_slot))
+
+    def take(self, plan: Adoption) -> Moves:
+        """Apply a plan: give new endpoints their slots and update the attributes of all others."""
+        before = {id(live): live.endpoint.name for live in self.all() if not live.leaving}
+        added = [member.live for member in plan.members if id(member.live) not in before]
+        for member in plan.members:
+            live = member.live
+            if live.leaving or not self._has(live):
+                self._enter(live)
+            encryption = self._contexts.of(member.spec)
+            live.become(member.endpoint, member.spec, plan.patience, encryption)
+        staying = {id(member.live) for member in plan.members}
+        removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
+        for live in removed:
+            live.leaving = True
+        names = set(before.values()) - {member.endpoint.name for member in plan.members}
+        self._report_conflicts(plan.passed_over)
+        self._is_first_plan = False
+        return Moves(tuple(added), tuple(removed), tuple(sorted(names)))
+
+    def _report_conflicts(self, conflicts: tuple[tuple[str, EndpointSpec], ...]) -> None:
+        """Log each name conflict once for as long as it lasts."""
+        before = self._reported_conflicts
+        self._reported_conflicts = frozenset((pool, spec.url) for pool, spec in conflicts)
+        for pool, spec in conflicts:
+            if (pool, spec.url) not in before:
+                log.warning(
+                    "pool %s: %s is ignored: another endpoint is already named %s",
+                    pool,
+                    spec.url,
+                    spec.shown_name,
+                )
+
+    def _has(self, live: LiveEndpoint) -> bool:
+        slot = live.load.slot
+        return slot < len(self.by_slot) and self.by_slot[slot] is live and slot not in self._free
+
+    def _enter(self, live: LiveEndpoint) -> None:
+        """Put an endpoint into its slot. One that is re-added before its release keeps its state.
+
+        A new endpoint starts as ejected, so it gets requests only after a successful probe. The
+        endpoints of the first configuration are exempt.
+        """
+        slot = live.load.slot
+        live.leaving = False
+        if self._has(live):
+            return
+        if not self._is_first_plan:
+            now = monotonic()
+            live.health = Health(State.EJECTED, now, until=now)
+        self._free.discard(slot)
+        self.by_slot[slot : slot + 1] = [live]
+
+    def release(self, live: LiveEndpoint) -> None:
+        """Free the slot of an endpoint that no request can reach any more."""
+        self._free.add(live.load.slot)
+
+
+def described(pool: str, spec: EndpointSpec) -> Endpoint:
+    """Convert an endpoint's configuration to the value that policies work with."""
+    layout = spec.layout
+    return Endpoint(
+        name=spec.shown_name,
+        url=spec.url,
+        pool=pool,
+        served_model=spec.served_model or "",
+        role=Role(spec.role),
+        engine=spec.engine,
+        layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
+        labels=dict(spec.labels),
+        max_concurrency=spec.max_concurrency,
+        bootstrap=_bootstrap(spec),
+        context_tokens=spec.context_tokens,
+        salt_member=salt_member(spec.engine, spec.cache_salt),
+        tenants=frozenset(spec.tenants),
+    )
+
+
+def _bootstrap(spec: EndpointSpec) -> str | None:
+    """Return the bootstrap address; a bare port (":8998") is on the endpoint's own host."""
+    if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
+        return spec.bootstrap
+    host = urlsplit(spec.url).netloc.rpartition(":")[0]
+    return host + spec.bootstrap
+
+
+def expected(config: Config, endpoint: Endpoint) -> Belief:
+    """Estimate a new endpoint's speed from its GPU, its layout and its pool's largest model."""
+    sized = [
+        model
+        for model in config.models
+        if model.pool == endpoint.pool and model.parameters is not None
+    ]
+    model = max(sized, key=lambda candidate: candidate.parameters or 0.0, default=None)
+    params_b = active_b = None
+    if model is not None:
+        params_b, active_b = model.parameters, model.active_parameters
+    elif "gpu" not in endpoint.labels:
+        return Belief()
+    layout = endpoint.layout
+    gpu = endpoint.labels.get("gpu")
+    return Belief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))

@@ -1,0 +1,442 @@
+"""Health checks: polls the health, load and models of every endpoint.
+
+The requests use aiohttp's client, because they are not on the path of client requests. The loss of
+an engine's metrics costs freshness only (faults.md F29): policies then rely on the gateway's own
+bookings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from gateway.config import Config
+from gateway.fleet import scrape
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.endpoint_table import OUT, EndpointTable
+from gateway.http.upstream import is_own_error
+from kvtransfer.dialects import by_itself
+from policies.health.health import Event, probe_due
+from policies.health.speed_record import Measure, Slowness
+from policies.model import Role
+
+log = logging.getLogger("penstock")
+
+METRICS_LIMIT = 4 * 1024 * 1024
+MODELS_EVERY_S = 30.0
+RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
+CHECK_S = 0.5  # timeout of a health check that a request waits for
+NO_LIST = (404, 405, 501)  # statuses of an engine without /v1/models
+CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
+UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class PaceProbe(msgspec.Struct, frozen=True):
+    """A request to time: how many random words to send, and tokens to generate."""
+
+    words: int
+    tokens: int
+
+
+PROMPT_WORK, DECODE_WORK = PaceProbe(1000, 1), PaceProbe(1, 16)
+PACE_TIMEOUT_S = 30.0
+
+# A probe passes below CLEAR_RATIO times the peers' time plus LEAST_EXCESS_S.
+CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
+
+# The least time of a peer is an estimate that grows by this factor with every probe.
+LEAST_GROWS = 1.05
+
+# Comparisons in a row that an endpoint must pass: in any single one the peer may be busy.
+CONFIRMED = 3
+
+
+def is_out_as_slow(live: LiveEndpoint) -> bool:
+    """Return whether the endpoint was ejected for slowness, which its /health does not show."""
+    return live.health.cause is Event.SLOW and live.speed.slowness is not None
+
+
+class Watcher:
+    """Runs two tasks per endpoint: one polls it, the other checks that it makes progress.
+
+    Endpoints that leave are no longer polled, because they get no new requests.
+    """
+
+    def __init__(
+        self, config: Config, endpoints: EndpointTable, on_models_changed: Callable[[], None]
+    ) -> None:
+        """`on_models_changed` is called when an engine's list of models has changed."""
+        self._config = config
+        self._endpoints = endpoints
+        self._on_models_changed = on_models_changed
+        self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
+        self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
+        self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
+        self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Start polling; return once every endpoint has been polled, before the first request."""
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None),
+            # No connection limit: hung engines must not delay the probes of others.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+        )
+        lives = self._endpoints.all()
+        await asyncio.gather(*(self._log_errors(self._poll, live) for live in lives))
+        for live in self._endpoints.all():
+            self._watch(live)
+
+    def follow(self, config: Config) -> None:
+        """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
+        self._config = config
+        if self._session is None:
+            return
+        for live in self._endpoints.all():
+            if live.leaving:
+                recovery = self._recoveries.get(live)
+                self._peer_s.pop(live, None)
+                recoveries = [] if recovery is None else [recovery]
+                for task in (*self._tasks.pop(live, ()), *recoveries):
+                    task.cancel()
+            elif live not in self._tasks:
+                self._watch(live, immediately=True)
+
+    def _watch(self, live: LiveEndpoint, *, immediately: bool = False) -> None:
+        name = live.endpoint.name
+        polls = self._repeat(self._poll, live, self._poll_interval_s, immediately=immediately)
+        progress_checks = self._repeat(self._check_progress, live, self._progress_check_interval_s)
+        self._tasks[live] = (
+            asyncio.create_task(polls, name=f"poll {name}"),
+            asyncio.create_task(progress_checks, name=f"check progress of {name}"),
+        )
+
+    def _poll_interval_s(self) -> float:
+        return min(self._config.health.interval, self._config.scrape.interval)
+
+    def _progress_check_interval_s(self) -> float:
+        return self._config.health.progress / 10
+
+    async def stop(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
+        tasks += [*self._recoveries.values(), *self._checks.values(), *self._listings.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _repeat(
+        self,
+        action: Callable[[LiveEndpoint], Awaitable[None]],
+        live: LiveEndpoint,
+        interval_s: Callable[[], float],
+        *,
+        immediately: bool = False,
+    ) -> None:
+        while True:
+            if not immediately:
+                await asyncio.sleep(interval_s() * self._endpoints.rng.uniform(0.9, 1.1))
+            immediately = False
+            await self._log_errors(action, live)
+
+    async def _log_errors(
+        self, action: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint
+    ) -> None:
+        """Run the action and log any exception, so that no engine's response can end a task."""
+        try:
+            await action(live)
+        except Exception:
+            log.exception("health check of %s failed", live.endpoint.name)
+
+    def suspect(self, live: LiveEndpoint) -> None:
+        """Probe an endpoint now, and every second while it is out. Runs one task per endpoint."""
+        if self._session is not None and live not in self._recoveries and not live.leaving:
+            name = f"probe {live.endpoint.name} until it recovers"
+            task = asyncio.create_task(self._probe_until_recovered(live), name=name)
+            self._recoveries[live] = task
+            task.add_done_callback(lambda _: self._recoveries.pop(live, None))
+
+    async def _probe_until_recovered(self, live: LiveEndpoint) -> None:
+        await self._log_errors(self._probe, live)
+        while live.health.state in OUT:
+            interval_s = min(RECOVERY_S, self._config.health.interval)
+            await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
+            await self._log_errors(self._probe, live)
+
+    async def check(self, live: LiveEndpoint) -> bool | None:
+        """Return whether an endpoint is healthy enough for a retry; None if it did not answer.
+
+        Concurrent requests share one check.
+        """
+        if self._session is None:
+            return True
+        task = self._checks.get(live)
+        if task is None:
+            task = asyncio.create_task(self._check(live), name=f"check {live.endpoint.name}")
+            self._checks[live] = task
+            task.add_done_callback(lambda _: self._checks.pop(live, None))
+        return await asyncio.shield(task)
+
+    async def _check(self, live: LiveEndpoint) -> bool | None:
+        timeout_s = min(CHECK_S, self._config.health.timeout)
+        try:
+            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+        except UNREACHABLE as error:
+            if not _is_unreachable(error):
+                return None
+            self._endpoints.refused(live)
+            return False
+        # Success is not reported: only _probe() may return an endpoint to rotation.
+        if status != 200:
+            self._endpoints.probed(live, status)
+        return status == 200
+
+    def relist(self, live: LiveEndpoint) -> None:
+        """Read an endpoint's list of models now, in at most one task per endpoint."""
+        if self._session is not None and live not in self._listings and not live.leaving:
+            listing = self._log_errors(
+                partial(self._list_models, limit_s=self._config.health.timeout), live
+            )
+            task = asyncio.create_task(listing, name=f"read the models of {live.endpoint.name}")
+            self._listings[live] = task
+            task.add_done_callback(lambda _: self._listings.pop(live, None))
+
+    async def _poll(self, live: LiveEndpoint) -> None:
+        probes = () if live in self._recoveries else (self._probe(live),)
+        await asyncio.gather(*probes, self._scrape(live), self._list_models_if_due(live))
+
+    async def _probe(self, live: LiveEndpoint) -> None:
+        status, timeout_s = None, self._config.health.timeout
+        try:
+            status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
+        except UNREACHABLE as error:
+            if _is_unreachable(error):
+                self._endpoints.refused(live)
+        is_due = probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
+        if status == 200 and live.stalled and is_due:
+            if await self._generates(live, timeout_s):
+                self._endpoints.progressed(live)
+            else:
+                status = None
+        elif status == 200 and is_out_as_slow(live) and probe_due(live.health, monotonic()):
+            status = 200 if await self._keeps_pace(live) else None
+        if status == 200 and is_due and live.health.state in OUT:
+            # It may have been restarted with other models.
+            await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
+        self._endpoints.probed(live, status)
+
+    async def _check_progress(self, live: LiveEndpoint) -> None:
+        """Request one token from an endpoint that has been silent for half its limit.
+
+        Without a token it is reported as stalled.
+        """
+        limit_s = self._endpoints.patience_s(live)
+        silence_s = live.upstream.silence_s(monotonic())
+        if silence_s < limit_s / 2 or not live.load.available:
+            return
+        timeout_s = max(self._config.health.timeout, limit_s - silence_s)
+        if await self._generates(live, timeout_s):
+            self._endpoints.progressed(live)
+        elif live.upstream.silence_s(monotonic()) > silence_s:
+            # No client request has received a byte in the meantime either.
+            log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, limit_s)
+            self._endpoints.wedged(live)
+
+    async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
+        """Return whether the engine generates one token in time.
+
+        A 4xx says nothing about the engine, so it counts as success.
+        """
+        model = _model_of(live)
+        if model is None:
+            return True
+        request: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
+        if live.endpoint.role is not Role.BOTH:
+            request |= by_itself(live.endpoint.engine)
+        try:
+            status, _ = await self._fetch(
+                live, "/v1/completions", timeout_s, METRICS_LIMIT, request
+            )
+        except UNREACHABLE:
+            return False
+        return status < 500
+
+    async def _keeps_pace(self, live: LiveEndpoint) -> bool:
+        """Return whether an endpoint that was ejected for slowness is as fast as a peer again.
+
+        The ejected endpoint is idle and the peer is not. Therefore the least time that a peer has
+        needed since the ejection counts.
+        """
+        peer, slowness = self._endpoints.peer_of(live), live.speed.slowness
+        if peer is None or slowness is None:
+            return True
+        if not live.speed.take_probe(monotonic()):
+            return False
+        probe = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
+        for _ in range(CONFIRMED):
+            own_s, peer_s = await asyncio.gather(self._time(live, probe), self._time(peer, probe))
+            if own_s is None or peer_s is None:
+                return own_s is not None
+            peer_s = self._least_peer_s(live, slowness, peer_s)
+            if own_s >= CLEAR_RATIO * peer_s + LEAST_EXCESS_S:
+                names = live.endpoint.name, peer.endpoint.name
+                log.info(
+                    "endpoint %s is still slow: %.3f s, %s %.3f s",
+                    names[0],
+                    own_s,
+                    names[1],
+                    peer_s,
+                )
+                return False
+        return True
+
+    def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
+        """Return the least time of peers in this slow period; it grows with every probe."""
+        last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
+        if last_slowness is slowness:
+            peer_s = min(peer_s, LEAST_GROWS * least_s)
+        self._peer_s[live] = slowness, peer_s
+        return peer_s
+
+    async def _time(self, live: LiveEndpoint, probe: PaceProbe) -> float | None:
+        """Return the seconds that the endpoint needs for the probe; None if it fails."""
+        model = _model_of(live)
+        if model is None:
+            return None
+        words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(probe.words))
+        body: dict[str, object] = {
+            "model": model,
+            "prompt": words,
+            "max_tokens": probe.tokens,
+            "ignore_eos": True,
+        }
+        if live.endpoint.role is not Role.BOTH:
+            body |= by_itself(live.endpoint.engine)
+        began = monotonic()
+        try:
+            status, _ = await self._fetch(
+                live, "/v1/completions", PACE_TIMEOUT_S, METRICS_LIMIT, body
+            )
+        except UNREACHABLE:
+            return None
+        return monotonic() - began if status == 200 else None
+
+    async def _scrape(self, live: LiveEndpoint) -> None:
+        path = scrape.PATHS[live.endpoint.engine]
+        status, text = await self._get(live, path, self._config.scrape.timeout)
+        if status == 200:
+            self._endpoints.scraped(live, scrape.read(text, live.endpoint.engine))
+
+    async def _list_models_if_due(self, live: LiveEndpoint) -> None:
+        if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
+            await self._list_models(live, limit_s=self._config.health.timeout)
+
+    async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
+        """Read which models the engine lists; without a response, the last list stays valid."""
+        status, text = await self._get(live, "/v1/models", limit_s)
+        names: tuple[str, ...] = ()
+        if status == 200:
+            try:
+                names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return
+        elif status not in NO_LIST:
+            return
+        live.models_at = monotonic()
+        if (names, status == 200) != (live.models, live.has_list):
+            live.models, live.has_list = names, status == 200
+            self._on_models_changed()
+
+    async def _get(
+        self, live: LiveEndpoint, path: str, timeout_s: float
+    ) -> tuple[int | None, bytes]:
+        """Return status and body of a GET; the status is None without a response in time."""
+        try:
+            return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
+        except UNREACHABLE:
+            return None, b""
+
+    async def _fetch(
+        self,
+        live: LiveEndpoint,
+        path: str,
+        timeout_s: float,
+        limit: int,
+        json_body: object = None,
+    ) -> tuple[int, bytes]:
+        """Return status and body of a POST with `json_body`, or of a GET without one.
+
+        Raises one of UNREACHABLE when the engine cannot be reached or does not answer in time.
+        """
+        try:
+            return await self._send(live, path, timeout_s, limit, json_body)
+        except UNREACHABLE as error:
+            _clear_frames(error)
+            raise
+
+    async def _send(
+        self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object
+    ) -> tuple[int, bytes]:
+        assert self._session is not None
+        url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
+        encryption = live.encryption
+        async with (
+            asyncio.timeout(timeout_s),
+            self._session.request(
+                method,
+                url,
+                headers=live.key_header,
+                json=json_body,
+                ssl=True if encryption is None else encryption.context,
+                server_hostname=None if encryption is None else encryption.server_name,
+            ) as response,
+        ):
+            # content.read(limit) would return only what has already arrived.
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) >= limit:
+                    break
+            return response.status, bytes(body[:limit])
+
+
+def _model_of(live: LiveEndpoint) -> str | None:
+    """Return a model name that the engine has, for the gateway's own requests; None if unknown."""
+    served = live.endpoint.served_model
+    if served and (served in live.models or not live.models):
+        return served
+    return next(iter(live.models), None)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Return whether the connection failed or was lost, so that nothing listens there."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return not is_own_error(error.os_error)
+    return isinstance(error, aiohttp.ServerDisconnectedError) or (
+        isinstance(error, OSError) and error.errno in CONNECTION_LOST
+    )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and its causes.
+
+    Their frames refer to the error, a reference cycle. A dead engine is probed every second, and
+    only the garbage collector would free those cycles.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__

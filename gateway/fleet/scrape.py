@@ -1,0 +1,135 @@
+"""Parsing an engine's load from its Prometheus metrics. Pure: bytes in, EngineLoad out.
+
+The metric names per engine kind follow engines.md A2, the mapping that GIE and llm-d use too.
+Values of several ranks behind one URL are summed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import isfinite
+
+import msgspec
+
+from policies.model import EngineKind
+
+
+class Names(msgspec.Struct, frozen=True):
+    """The metric names of one engine kind; empty if the engine does not export the value.
+
+    config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
+                  empty, those two are metrics of their own
+    kv_received   bytes of KV received from other engines, one metric per connector
+    """
+
+    running: bytes
+    waiting: bytes
+    kv_usage: bytes
+    config: bytes = b""
+    block_tokens: bytes = b""
+    blocks: bytes = b""
+    produced: bytes = b""
+    kv_received: tuple[bytes, ...] = ()
+
+
+NAMES = {
+    EngineKind.VLLM: Names(
+        b"vllm:num_requests_running",
+        b"vllm:num_requests_waiting",
+        b"vllm:kv_cache_usage_perc",
+        b"vllm:cache_config_info",
+        b"block_size",
+        b"num_gpu_blocks",
+        b"vllm:generation_tokens_total",
+        (b"vllm:nixl_bytes_transferred_sum", b"vllm:mooncake_bytes_transferred_sum"),
+    ),
+    EngineKind.SGLANG: Names(
+        b"sglang:num_running_reqs",
+        b"sglang:num_queue_reqs",
+        b"sglang:token_usage",
+        b"sglang:cache_config_info",
+        b"page_size",
+        b"num_pages",
+        b"sglang:generation_tokens_total",
+    ),
+    EngineKind.TRTLLM: Names(
+        b"trtllm_num_requests_running",
+        b"trtllm_num_requests_waiting",
+        b"trtllm_kv_cache_utilization",
+        b"",
+        b"trtllm_kv_cache_tokens_per_block",
+        b"trtllm_kv_cache_max_blocks",
+    ),
+}
+PATHS = {
+    EngineKind.VLLM: "/metrics",
+    EngineKind.SGLANG: "/metrics",
+    EngineKind.TRTLLM: "/prometheus/metrics",
+}
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """The load that an engine reports; None for a value that it does not report.
+
+    running, waiting    requests in its batch and in its queue
+    kv_usage            share of its KV memory in use, 0 to 1
+    kv_tokens           KV capacity
+    generated_tokens    since its start
+    kv_received_bytes   KV received from other engines since its start
+    """
+
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    kv_tokens: int | None
+    produced: int | None = None
+    kv_received_bytes: int | None = None
+
+
+def read(text: bytes, engine: EngineKind) -> Reading:
+    """Parse the load from a scrape; unknown metrics are ignored."""
+    names = NAMES[engine]
+    running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
+    usage = list(_values(text, names.kv_usage))
+    produced = list(_values(text, names.produced)) if names.produced else []
+    received = [value for name in names.kv_received for value in _values(text, name)]
+    return Reading(
+        running=int(sum(running)) if running else None,
+        waiting=int(sum(waiting)) if waiting else None,
+        kv_usage=sum(usage) / len(usage) if usage else None,
+        kv_tokens=_kv_tokens(text, names),
+        produced=int(sum(produced)) if produced else None,
+        kv_received_bytes=int(sum(received)) if received else None,
+    )
+
+
+def _values(text: bytes, name: bytes) -> Iterator[float]:
+    """Yield the samples of one metric, and not those of metrics whose name only starts with it."""
+    start = text.find(name)
+    while start >= 0:
+        end = text.find(b"\n", start)
+        line = text[start : end if end >= 0 else len(text)]
+        starts_line = start == 0 or text[start - 1 : start] == b"\n"
+        if starts_line and line[len(name) : len(name) + 1] in (b"{", b" "):
+            try:
+                value = float(line[line.rfind(b"}") + 1 :].split()[-1 if b"}" not in line else 0])
+            except (ValueError, IndexError):
+                return
+            if isfinite(value):  # a gauge may be NaN before its first sample
+                yield value
+        start = text.find(name, start + len(name))
+
+
+def _kv_tokens(text: bytes, names: Names) -> int | None:
+    """Sum the KV capacity of all ranks, from an info metric's labels or from two gauges."""
+    if not names.config:
+        sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))
+        return int(sizes[0] * sum(counts)) if sizes and counts else None
+    total = 0
+    for labels in re.findall(re.escape(names.config) + rb"\{([^}]*)\}", text):
+        size = re.search(rb"\b" + names.block_tokens + rb'="(\d+)"', labels)
+        count = re.search(rb"\b" + names.blocks + rb'="(\d+)"', labels)
+        if size and count:
+            total += int(size[1]) * int(count[1])
+    return total or None

@@ -1,0 +1,190 @@
+"""The speed monitor: compares the endpoints of every pool once a second.
+
+The comparison is in policies.health.speed_outlier; the endpoint table acts on the verdicts. Prefill times are
+measured by bookings. The pace of streams is sampled here, so that it costs nothing per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
+from gateway.protocol.relay import Relay
+from policies.health import speed_outlier, stall
+from policies.health.health import State
+from policies.health.speed_outlier import Member, SlowLimits
+from policies.health.speed_record import Measure, Slowness, Verdict
+from policies.health.stall import Expectations
+from policies.model import Candidate, Endpoint, Request
+
+REVIEW_S = 1.0
+GLANCE_S = 0.05
+LATE_GLANCES = 3  # intervals between two calls above which the gateway itself was delayed
+GPU = "gpu"  # the endpoint label that declares its hardware
+MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
+IN_ROTATION = (State.UP, State.RETURNING)
+
+
+class SpeedMonitor:
+    """Samples streams and reviews pools. A reload replaces `limits`."""
+
+    __slots__ = ("_events", "_expectations", "_glanced_at", "limits", "reviewed_at")
+
+    def __init__(self, limits: SlowLimits) -> None:
+        self.limits = limits
+        self.reviewed_at = self._glanced_at = 0.0
+        self._events: dict[LiveEndpoint, dict[Relay, int]] = {}
+        self._expectations: dict[str, Expectations] = {}
+
+    def sweep(
+        self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
+    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+        """Review all pools if a review is due; yield the endpoints whose verdict has changed."""
+        elapsed_s = now - self.reviewed_at
+        if elapsed_s < REVIEW_S:
+            return
+        self.reviewed_at = now
+        events, self._events = self._events, {}
+        for pool, candidates in pools.items():
+            lives = [by_slot[candidate.load.slot] for candidate in candidates]
+            for live in lives:
+                self._events[live] = sample_streams(live, events.get(live, {}), elapsed_s, now)
+            yield from self._review(pool, lives, now)
+
+    def _review(
+        self, pool: str, lives: Sequence[LiveEndpoint], now: float
+    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+        """Review one pool.
+
+        Endpoints out of rotation are not judged, and peers are not compared to them.
+        """
+        rated = [live for live in lives if _is_rated(live)]
+        before = [live.speed.verdict for live in rated]
+        members = [_member(live) for live in rated]
+        self._expectations_of(pool).yardsticks = speed_outlier.review(members, now, self.limits)
+        for live, verdict in zip(rated, before, strict=True):
+            if live.speed.verdict is not verdict:
+                yield live, live.speed.verdict
+
+    def stalled(
+        self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
+    ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
+        """Return the endpoints whose prefill step is much later than at their peers, and the
+        endpoints to doubt.
+
+        Called every GLANCE_S. After a gap between two calls the gateway itself was delayed, and the
+        age of a step proves nothing.
+        """
+        elapsed_s, self._glanced_at = now - self._glanced_at, now
+        if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
+            return [], []
+        late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
+        for pool, candidates in pools.items():
+            if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
+                lives = [by_slot[candidate.load.slot] for candidate in candidates]
+                rated = [live for live in lives if _is_rated(live)]
+                members = [_member(live) for live in rated]
+                stalled = self._expectations_of(pool).stalled(members, now)
+                doubted = [stall.is_doubted(live.load) for live in rated]
+                late += [rated[index] for _, index in stalled]
+                doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
+        return late, doubtful
+
+    def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
+        """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
+        expectations = self._expectations_of(live.endpoint.pool)
+        return expectations.first_byte_s(_member(live), *_work(request, tokens))
+
+    def left_s(
+        self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float
+    ) -> float | None:
+        """Predict how many more seconds a late request will wait for its first byte.
+
+        Returns None while the request is not late.
+        """
+        expectations = self._expectations_of(live.endpoint.pool)
+        return expectations.left_s(_member(live), *_work(request, tokens), waited_s, now)
+
+    def _expectations_of(self, pool: str) -> Expectations:
+        expectations = self._expectations.get(pool)
+        if expectations is None:
+            expectations = self._expectations[pool] = Expectations()
+        return expectations
+
+
+def _work(request: Request, tokens: int) -> tuple[Measure, int]:
+    """Return what the first byte waits for: `tokens` of prompts, or the whole answer."""
+    is_streamed = request.stream or request.output_tokens == 1
+    return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
+
+
+def _is_rated(live: LiveEndpoint) -> bool:
+    """Return whether the endpoint is in rotation, and so compared with its peers."""
+    return live.health.state in IN_ROTATION and not live.drained
+
+
+def _has_waited(live: LiveEndpoint, now: float) -> bool:
+    """Return whether the endpoint's current prefill step may have stalled."""
+    return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
+
+
+def _member(live: LiveEndpoint) -> Member:
+    return Member(live.speed, kind_of(live.endpoint), live.load.belief.shape, step_tokens(live))
+
+
+def kind_of(endpoint: Endpoint) -> Hashable:
+    """Return the attributes that determine speed; endpoints with equal ones are peers."""
+    return (
+        endpoint.role,
+        endpoint.engine,
+        endpoint.layout,
+        endpoint.labels.get(GPU),
+        endpoint.served_model,
+    )
+
+
+def sample_streams(
+    live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
+) -> dict[Relay, int]:
+    """Record the endpoint's pace: events of its streams since the last sample, `before`.
+
+    Returns the total events of each stream so far, for the next call.
+    """
+    totals: dict[Relay, int] = {}
+    streams = events = 0
+    for connection in live.upstream.connections:
+        relay = connection.streaming
+        if relay is not None:
+            totals[relay] = total = relay.events
+            last = before.get(relay)
+            if last is not None:
+                streams += 1
+                events += total - last
+    live.speed.streamed(streams, events, elapsed_s, now)
+    return totals
+
+
+def describe(slowness: Slowness) -> str:
+    """Describe how slow an endpoint is, for the log and the live page."""
+    own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
+    measure = MEASURES[slowness.measure]
+    times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
+    return f"{slowness.ratio:.1f} times as slow as its peers {measure} ({times})"
+
+
+def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
+    """Return the least loaded healthy endpoint of the same role, preferably same hardware."""
+    healthy = [
+        other
+        for other in others
+        if other is not live
+        and other.health.state is State.UP
+        and other.speed.verdict is Verdict.NORMAL
+        and other.endpoint.role is live.endpoint.role
+    ]
+    kind = kind_of(live.endpoint)
+    return min(
+        healthy,
+        key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight),
+        default=None,
+    )

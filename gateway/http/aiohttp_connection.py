@@ -1,0 +1,490 @@
+"""The general path of a client connection: aiohttp's server protocol and HTTP parser.
+
+A generation request is served right after aiohttp's parser, without its Request, router or Response
+objects; every other request takes aiohttp's ordinary way. Limits that aiohttp lacks are enforced
+here: header and body deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import (
+    HttpRequestParser,
+    HttpVersion10,
+    HttpVersion11,
+    RawRequestMessage,
+    StreamWriter,
+)
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+
+from gateway.config import Limits
+from gateway.http.client_connections import ClientConnections, unread_too_large
+from gateway.http.connection import Serve, Talk, add_piece
+from gateway.http.connection_phase import Phase
+from gateway.http.write_queue import Outbox
+from gateway.protocol.errors import Failure, GatewayError, new_id
+from gateway.protocol.openai import LINE
+
+ALLOWED_METHODS = frozenset({"POST"})
+SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
+CONTINUE = "100-continue"
+
+# Bytes. Not equal to MAX_FIELD_BYTES, so that the parser's error shows which was exceeded.
+MAX_URI = 8190
+MAX_FIELD = 8192
+MAX_HEADERS = 128
+MAX_HEAD = 64 * 1024  # bytes of one request's head
+MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
+SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times their size
+MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
+
+
+class Lobby(Talk, RequestHandler):
+    """A client connection that parses with aiohttp and calls `serve` or aiohttp's application."""
+
+    __slots__ = (
+        "_body_read",
+        "_connections",
+        "_head_bytes",
+        "_limits",
+        "_message",
+        "_must_close",
+        "_newest_body",
+        "_offset",
+        "_outbox",
+        "_payload",
+        "_serve",
+        "_source",
+        "_unread",
+        "_unread_counted",
+        "address",
+        "closes",
+        "is_draining",
+        "paused_at",
+        "phase",
+        "since",
+    )
+
+    def __init__(
+        self,
+        serve: Serve,
+        connections: ClientConnections,
+        limits: Limits,
+        outbox: Outbox,
+        manager: web.Server,
+    ) -> None:
+        RequestHandler.__init__(
+            self,
+            manager,
+            loop=outbox.loop,
+            keepalive_timeout=0,  # the sweep watches idle connections too, without a timer each
+            # None turns it off, which aiohttp's annotation does not allow for.
+            access_log=None,  # type: ignore[arg-type]
+            auto_decompress=False,
+            max_line_size=MAX_URI,
+            max_field_size=MAX_FIELD,
+        )
+        self._max_msg_queue_size = MAX_QUEUED
+        self._parser = HttpRequestParser(
+            self,
+            outbox.loop,
+            self._read_bufsize,
+            max_line_size=MAX_URI,
+            max_headers=MAX_HEADERS,
+            max_field_size=MAX_FIELD,
+            payload_exception=RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
+        self._init_connection(serve, connections, limits, outbox)
+        self._message: RawRequestMessage | None = None
+        self._payload: StreamReader | None = None
+        self._body_read = False
+        self._newest_body: StreamReader | None = None
+        self._unread = b""
+        self._offset = self._head_bytes = self._unread_counted = 0
+
+    # The Client protocol
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        assert self._message is not None
+        return self._message.headers
+
+    @property
+    def http_1_0(self) -> bool:
+        assert self._message is not None
+        return self._message.version < HttpVersion11
+
+    def body_at_hand(self) -> bytes:
+        """Return nothing: on this path headers are checked before the body is read."""
+        return b""
+
+    async def body(self, reserve: Callable[[int], None]) -> bytes:
+        """Receive the body and return all of it.
+
+        `reserve` is called with the number of bytes received so far, not the announced length,
+        because announcing a length costs the client nothing. It may raise GatewayError, as does a
+        body that is too large, too slow, encoded or cut off.
+        """
+        message, payload = self._message, self._payload
+        assert message is not None
+        assert payload is not None
+        self._check_body_headers(message)
+        if payload.is_eof() and not message.chunked:  # it arrived together with its head
+            self._body_read = True
+            return payload.read_nowait()
+        self._enter(Phase.BODY)
+        try:
+            read = self._read_chunked if message.chunked else self._read_sized
+            body = await read(payload, reserve)
+        except RequestPayloadError:
+            raise GatewayError(
+                Failure.BAD_REQUEST, "The request body is not framed correctly."
+            ) from None
+        self._body_read = True
+        self.phase = Phase.SERVING
+        return body
+
+    # asyncio.Protocol
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Do nothing unless reading is paused: aiohttp calls this after every read of a body."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def take_over(self, data: bytes, since: float | None) -> None:
+        """Go on from the unserved bytes of a FastConnection; `since`: start of a partial head."""
+        self.data_received(data)
+        if since is not None and self.phase is Phase.HEAD:
+            self.since = since
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = self.peername
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        self._enter(Phase.IDLE)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._pause_source()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._resume_source()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes; aiohttp passes b"" to continue with what its parser buffers."""
+        if self.phase is Phase.CLOSING:
+            return
+        if data:
+            self._unread, self._offset = self._unread[self._offset :] + data, 0
+        else:
+            self._feed(data)
+        self._parse()
+        if self.phase is Phase.IDLE and not self._messages:
+            self._enter(Phase.HEAD)
+
+    def _parse(self) -> None:
+        """Feed the parser up to the end of one request; the next one waits until it is served."""
+        while self._offset < len(self._unread) and self._may_parse():
+            piece = self._unread[self._offset : self._offset + SLICE]
+            self._offset += len(piece)
+            self._feed(piece)
+        if self._offset >= len(self._unread):
+            self._unread, self._offset = b"", 0
+        self._count_unread()
+
+    def _may_parse(self) -> bool:
+        if self.phase is Phase.CLOSING or self._reading_paused:
+            return False
+        return self._in_body() or not (self._messages or self._request_in_progress)
+
+    def _in_body(self) -> bool:
+        """Whether the next bytes belong to the body of a request."""
+        return self._newest_body is not None and not self._newest_body.is_eof()
+
+    def _feed(self, piece: bytes) -> None:
+        request_count = self._request_count
+        super().data_received(piece)
+        if self._request_count != request_count:
+            self._newest_body = self._messages[-1][1]
+            self._head_bytes = 0
+        elif not self._in_body():
+            self._head_bytes += len(piece)
+            if self._head_bytes > MAX_HEAD:
+                self._refuse_head(_head_too_long())
+
+    def _count_unread(self) -> None:
+        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
+        waiting = len(self._unread) - self._offset
+        unread = 0 if self._in_body() else waiting + self._head_bytes
+        if unread or self._unread_counted:
+            self._unread_counted = unread
+            self._connections.hold(self, unread, self._limits.unread_budget)
+        if waiting > MAX_AHEAD and not self._buffer_paused:
+            self._pause_reading_for_buffer()
+        elif waiting <= MAX_AHEAD and self._buffer_paused and not self._must_close:
+            self._resume_reading_for_buffer()
+
+    def drop_unread(self) -> None:
+        """Discard the unread bytes to free their memory, and close after the current response."""
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        if self.transport is None or self.phase is Phase.CLOSING:
+            return
+        if self._messages or self._request_in_progress:
+            self._must_close = True
+            self._pause_reading_for_buffer()
+        else:
+            self._refuse_head(unread_too_large())
+
+    def _refuse_head(self, error: GatewayError) -> None:
+        """Send an error for a request whose head will not be read completely, and close."""
+        self._must_close = True
+        self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
+        self.refuse(error, new_id())
+        self._linger()
+
+    def eof_received(self) -> None:
+        if self.phase is Phase.CLOSING:
+            self.force_close()
+
+    async def start(self) -> None:
+        """Serve one request after another until either side closes (the connection's task)."""
+        keep = True
+        while keep and not self._force_close:
+            if not self._messages:
+                self._feed(b"")  # bytes that the parser buffered behind the previous request
+                self._parse()
+            if not self._messages:
+                await self._wait_for_message()
+            message, payload = self._messages.popleft()
+            if self._parser is not None:
+                self._parser.message_consumed()
+            self.phase = Phase.SERVING
+            self._request_in_progress = True
+            try:
+                keep = await self._serve_one(message, payload)
+            finally:
+                self._request_in_progress = False
+                if self._handler_waiter is not None and not self._handler_waiter.done():
+                    self._handler_waiter.set_result(None)
+            # Responses that the client does not read must not pile up.
+            if keep and self._paused and self.transport is not None:
+                await self._drain_helper()
+            if keep:
+                self._enter(Phase.HEAD if self._messages else Phase.IDLE)
+        self._close_gracefully()
+
+    async def _wait_for_message(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _serve_one(self, message: Any, payload: StreamReader) -> bool:
+        """Serve one request; return False when the connection must close after it."""
+        if not isinstance(message, RawRequestMessage):
+            self._refuse_unparsed(message.exc)
+            return False
+        if message.version not in SUPPORTED_VERSIONS:
+            self._refuse_unparsed(None)
+            return False
+        # Upgrades are ignored; but the parser drops the bytes behind one, so nothing more is read.
+        if message.upgrade:
+            message = message._replace(upgrade=False, should_close=True)
+        if self.is_draining:
+            message = message._replace(should_close=True)
+            # A response to HTTP/1.0 announces the close in any case.
+            self.closes = message.version >= HttpVersion11
+        self._message, self._payload = message, payload
+        self._body_read = False
+        if _head_size(message) > MAX_HEAD:
+            self._must_close = True
+            self.refuse(_head_too_long(), new_id())
+            return False
+        if (
+            message.chunked
+            and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked"
+        ):
+            self._must_close = True
+            self.refuse(_unknown_coding(), new_id())
+            return False
+        # The second lookup handles a query string or a target in absolute form.
+        api = LINE.get(message.path) or LINE.get(message.url.raw_path)
+        if api is None or message.method not in ALLOWED_METHODS:
+            return await self._serve_with_aiohttp(message, payload)
+        await self._serve(self, api)
+        self._payload = None
+        return not (self._must_close or message.should_close or self.http_1_0)
+
+    async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+        """Serve a request with aiohttp's application; return whether to keep the connection."""
+        if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
+            self.refuse(_expectation_failed(), new_id())
+            return False
+        if message.method == "CONNECT":
+            message_text = "This server is not a proxy: CONNECT is refused."
+            self.refuse(GatewayError(Failure.BAD_REQUEST, message_text), new_id())
+            return False
+        assert self._request_factory is not None
+        assert self._request_handler is not None
+        self._outbox.flush()  # aiohttp writes directly, so queued writes must go first
+        task = self._task_handler or asyncio.current_task()
+        assert task is not None
+        request = self._request_factory(
+            message, payload, self, StreamWriter(self, self._loop), task
+        )
+        try:
+            response, reset = await self._handle_request(request, None, self._request_handler)
+        except ConnectionError:
+            return False
+        finally:
+            # Breaks a reference cycle, as aiohttp's own loop does.
+            request._task = None  # type: ignore[assignment]
+        return bool(response.keep_alive) and not (reset or self._must_close) and payload.is_eof()
+
+    def _refuse_unparsed(self, problem: BaseException | None) -> None:
+        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
+        if isinstance(problem, LineTooLong):
+            failure = (
+                Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
+            )
+            message = "The request line or a header is too long."
+        elif (
+            isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower()
+        ):
+            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
+        self._must_close = True
+        self.refuse(GatewayError(failure, message), new_id())
+
+    # Reading a body
+
+    def _check_body_headers(self, message: RawRequestMessage) -> None:
+        headers = message.headers
+        encoding = headers.get("Content-Encoding")
+        if encoding is not None and encoding.lower() != "identity":
+            raise GatewayError(
+                Failure.UNSUPPORTED_MEDIA,
+                "Content-Encoding is not accepted; send the body as it is.",
+            )
+        if int(headers.get("Content-Length", 0)) > self._limits.body:
+            raise self._too_large()
+        expect = headers.get("Expect")
+        if expect is None:
+            return
+        if expect.lower() != CONTINUE:
+            raise _expectation_failed()
+        if self.transport is not None and self._payload is not None and not self._payload.is_eof():
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    async def _read_sized(self, payload: StreamReader, reserve: Callable[[int], None]) -> bytes:
+        pieces = [payload.read_nowait()]
+        total = len(pieces[0])
+        reserve(total)
+        while not payload.is_eof():
+            piece = await payload.readany()
+            total += len(piece)
+            reserve(total)
+            add_piece(pieces, piece)
+        pieces.append(payload.read_nowait())
+        return b"".join(pieces)
+
+    async def _read_chunked(self, payload: StreamReader, reserve: Callable[[int], None]) -> bytes:
+        pieces = [b""]
+        total = chunks = 0
+        while not payload.at_eof():
+            piece, _ = await payload.readchunk()
+            add_piece(pieces, piece)
+            total += len(piece)
+            chunks += 1
+            if total > self._limits.body:
+                raise self._too_large()
+            reserve(total)
+            if chunks > self._limits.body_chunks:
+                raise GatewayError(
+                    Failure.TOO_LARGE,
+                    f"The body has more than {self._limits.body_chunks} chunks.",
+                )
+        return b"".join(pieces)
+
+    def _too_large(self) -> GatewayError:
+        return GatewayError(
+            Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes."
+        )
+
+    # What ClientConnection requires
+
+    @property
+    def _has_sent_nothing(self) -> bool:
+        return self._request_count == 0
+
+    @property
+    def _is_not_reading(self) -> bool:
+        return bool(self._reading_paused or self._buffer_paused)
+
+    @property
+    def _should_close(self) -> bool:
+        return self._message is not None and self._message.should_close
+
+    @property
+    def _has_unread_body(self) -> bool:
+        return not self._body_read
+
+    @property
+    def _body_received(self) -> int:
+        return 0 if self._payload is None else self._payload.total_bytes
+
+    def _fail_body(self, error: GatewayError) -> None:
+        if self._payload is not None:
+            self._payload.set_exception(error)
+
+    def drain(self) -> None:
+        self.is_draining = True
+
+    def _close_after_flush(self) -> None:
+        self.force_close()
+
+    def _close_gracefully(self) -> None:
+        self._outbox.flush()
+        transport = self.transport
+        if transport is None:
+            return
+        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
+            transport.close()
+        else:
+            self._linger()
+
+
+def _head_size(message: RawRequestMessage) -> int:
+    return len(message.path) + sum(
+        len(name) + len(value) + 4 for name, value in message.raw_headers
+    )
+
+
+def _head_too_long() -> GatewayError:
+    return GatewayError(
+        Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes."
+    )
+
+
+def _unknown_coding() -> GatewayError:
+    return GatewayError(
+        Failure.NOT_IMPLEMENTED, "The only supported transfer coding of a request is 'chunked'."
+    )
+
+
+def _expectation_failed() -> GatewayError:
+    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is supported.")

@@ -1,0 +1,50 @@
+"""The client's side of a request, as the gateway sees it.
+
+Implemented by both kinds of client connection (http/connection.py) and by fakes in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from gateway.http.upstream import Downstream
+from gateway.protocol.errors import GatewayError
+
+
+class Client(Downstream, Protocol):
+    """Supplies one request and takes its response: whole, or in pieces through write()."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def http_1_0(self) -> bool: ...
+    @property
+    def closes(self) -> bool:
+        """Whether the connection closes after this response, whose head must announce it."""
+        ...
+
+    def body_at_hand(self) -> bytes:
+        """Return the body if it has been received already, else nothing; then await body()."""
+        ...
+
+    async def body(self, reserve: Callable[[int], None]) -> bytes:
+        """Return the whole body. `reserve` is called with the bytes received so far.
+
+        Raises GatewayError when the body is refused.
+        """
+        ...
+
+    def refuse(self, error: GatewayError, request_id: str) -> None:
+        """Send an error response."""
+        ...
+
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        """Send a complete JSON response."""
+        ...
+
+    def hang_up(self) -> None:
+        """Close the connection after what was written."""
+        ...

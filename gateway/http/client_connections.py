@@ -1,0 +1,148 @@
+"""The client connections of a gateway: limits on their number and on unread bytes.
+
+Unread bytes belong to no request yet (partial heads, pipelined requests) and come from clients that
+have not been authenticated. All connections share `limits.unread_budget` for them, which is part of
+`limits.body_budget`. When it is used up, the connection with the oldest unread bytes loses them: an
+honest client completes a request within milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.util.networks import Networks, client_group
+
+if TYPE_CHECKING:
+    from gateway.config import Limits
+
+
+class ByteBudget(Protocol):
+    """The memory budget for request bodies (admission/controller.py)."""
+
+    def hold(self, body_bytes: int) -> int:
+        """Reserve bytes; raises GatewayError when the budget is used up."""
+        ...
+
+    def release(self, body_bytes: int) -> None:
+        """Return reserved bytes to the budget."""
+        ...
+
+
+class CountedConnection(Protocol):
+    """A client connection as counted here, including one still in its TLS handshake."""
+
+    def sweep(self, now: float) -> None: ...
+    def drop_unread(self) -> None: ...
+    def drain(self) -> None: ...
+
+
+class ClientConnections:
+    """All open client connections and the number of unread bytes of each.
+
+    on_refused  called with the reason when a connection or its unread bytes are refused
+    """
+
+    __slots__ = (
+        "_budget",
+        "_connections",
+        "_per_client",
+        "_trusted",
+        "_unread",
+        "on_refused",
+        "unread_bytes",
+    )
+
+    def __init__(
+        self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
+    ) -> None:
+        """Initialize; addresses in `trusted` are exempt from the limit per client."""
+        self._budget = budget
+        self._trusted = trusted
+        self.on_refused = on_refused
+        self._connections: dict[CountedConnection, str] = {}
+        self._per_client: dict[str, int] = {}
+        self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
+        self.unread_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __iter__(self) -> Iterator[CountedConnection]:
+        return iter(self._connections)
+
+    def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
+        """Count a new connection; return False if there are too many in total or of its client."""
+        client = client_group(address)
+        if len(self._connections) >= limits.connections:
+            self.on_refused("connections")
+            return False
+        if (
+            self._per_client.get(client, 0) >= limits.connections_per_address
+            and address not in self._trusted
+        ):
+            self.on_refused("connections_per_address")
+            return False
+        self._connections[connection] = client
+        self._per_client[client] = self._per_client.get(client, 0) + 1
+        return True
+
+    def replace(self, old: CountedConnection, new: CountedConnection) -> None:
+        """Count `new` in place of `old`: the same connection under another protocol object.
+
+        The unread bytes of `old` are released; `new` reports its own.
+        """
+        self._release(old)
+        client = self._connections.pop(old, None)
+        if client is not None:
+            self._connections[new] = client
+
+    def remove(self, connection: CountedConnection) -> None:
+        """Stop counting a closed connection; no-op if it was not counted."""
+        client = self._connections.pop(connection, None)
+        if client is None:
+            return
+        self._release(connection)
+        remaining = self._per_client[client] - 1
+        if remaining:
+            self._per_client[client] = remaining
+        else:
+            del self._per_client[client]
+
+    def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
+        """Set a connection's number of unread bytes; drop the oldest ones while above `limit`."""
+        if not unread:
+            self._release(connection)
+            return
+        increase = unread - self._unread.get(connection, 0)
+        try:
+            if increase > 0:
+                self._budget.hold(increase)
+            else:
+                self._budget.release(-increase)
+        except GatewayError:
+            self._drop(connection)
+            return
+        self.unread_bytes += increase
+        self._unread[connection] = unread
+        while self.unread_bytes > limit and self._unread:
+            self._drop(next(iter(self._unread)))
+
+    def _release(self, connection: CountedConnection) -> None:
+        """Release the budget of a connection that has no unread bytes left."""
+        unread = self._unread.pop(connection, 0)
+        self.unread_bytes -= unread
+        self._budget.release(unread)
+
+    def _drop(self, connection: CountedConnection) -> None:
+        self._release(connection)
+        self.on_refused("unread_budget")
+        connection.drop_unread()
+
+
+def unread_too_large() -> GatewayError:
+    """Return the error for a client whose unread bytes were dropped."""
+    message = "Incomplete and pipelined requests take too much memory."
+    return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

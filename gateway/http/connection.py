@@ -1,0 +1,273 @@
+"""Behaviour shared by both kinds of client connection: responses, backpressure, deadlines, closing.
+
+Reading is left to the subclasses: FastConnection (http/fast_connection.py) serves ordinary
+requests, AiohttpConnection (http/aiohttp_connection.py) all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from gateway.config import Limits
+from gateway.http.connection_phase import (
+    BODY,
+    CLOSING,
+    HEAD,
+    IDLE,
+    SERVING,
+    Expiry,
+    Phase,
+    body_expiry,
+    closing_expiry,
+    head_expiry,
+    idle_expiry,
+    reader_expiry,
+)
+from gateway.protocol.errors import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
+from gateway.protocol.openai import Api
+
+if TYPE_CHECKING:
+    from gateway.http.client import Client
+    from gateway.http.client_connections import ClientConnections
+    from gateway.http.upstream import Connection
+    from gateway.http.write_queue import Outbox
+
+# A body piece shorter than this is extended by the next piece instead of kept on its own.
+MIN_PIECE = 4 * 1024
+_POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
+
+# Two bases with non-empty slots cannot be combined, so the subclasses declare the slots.
+_NO_SLOTS: tuple[str, ...] = ()
+
+Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
+
+
+def add_piece(pieces: list[bytes], piece: bytes) -> None:
+    """Append a body piece, merging small ones: an object costs more memory than their bytes."""
+    if len(pieces[-1]) < MIN_PIECE:
+        pieces[-1] += piece
+    else:
+        pieces.append(piece)
+
+
+class Talk(ABC):
+    """A client connection. Subclasses do the reading and declare slots for these fields.
+
+    phase            what the connection is waiting for
+    phase_since      when it began to wait for that (monotonic seconds)
+    paused_at        when the client began to read too slowly; None while it keeps up
+    is_draining      another process accepts new connections; the next response is the last one here
+    will_close       the next response is the last one, and its head announces that
+    _must_close      close the connection after the current response
+    _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
+    """
+
+    __slots__ = _NO_SLOTS
+
+    transport: asyncio.Transport | None
+    address: str
+    phase: Phase
+    since: float
+    paused_at: float | None
+    _connections: ClientConnections
+    _limits: Limits
+    _serve: Serve
+    _source: Connection | None
+    _must_close: bool
+    is_draining: bool
+    closes: bool
+    _outbox: Outbox
+    _reading_paused: bool
+
+    def _init_connection(
+        self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: Outbox
+    ) -> None:
+        """Initialize the shared fields; `connections` are all client connections."""
+        self._serve = serve
+        self._connections = connections
+        self._limits = limits
+        self._outbox = outbox
+        self._source = None
+        self._must_close = self.is_draining = self.closes = False
+        self.address = ""
+        self.phase = IDLE
+        self.since = 0.0
+        self.paused_at = None
+
+    @property
+    def http_1_0(self) -> bool:
+        return False
+
+    @property
+    @abstractmethod
+    def _has_unread_body(self) -> bool:
+        """Whether part of the request's body is unread, so that no next request can be parsed."""
+
+    @property
+    def _should_close(self) -> bool:
+        """Whether the client asked to close the connection after this response."""
+        return False
+
+    # Responses
+
+    def write(self, data: bytes) -> None:
+        """Write part of a response; drop it if the client has disconnected."""
+        transport = self.transport
+        if transport is not None:
+            # Annotated so that compiled code calls the method directly, for every chunk.
+            outbox: Outbox = self._outbox
+            outbox.post(transport, data)
+
+    def refuse(self, error: GatewayError, request_id: str) -> None:
+        """Send an error response."""
+        self.answer(
+            error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)]
+        )
+
+    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        """Send a complete JSON response."""
+        if self._has_unread_body or self.http_1_0:
+            self._must_close = True
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        if self._must_close or self._should_close:
+            lines += "connection: close\r\n"
+        first = f"HTTP/1.1 {status} {phrase_of(status)}\r\ncontent-type: application/json\r\n"
+        head = f"{first}content-length: {len(body)}\r\n{lines}\r\n"
+        self.write(head.encode("latin-1", "replace") + body)
+
+    def hang_up(self) -> None:
+        """Close after what was written, so that the client sees a cut-off response."""
+        self._must_close = True
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Serve one more request, and announce in its response that the connection closes.
+
+        The current response has not announced it, so the client may send another request.
+        """
+
+    # Backpressure: the engine must not send faster than the client reads
+
+    @property
+    def writing_paused(self) -> bool:
+        return self.paused_at is not None
+
+    def set_source(self, source: Connection | None) -> None:
+        self._source = source
+        if source is not None and self.paused_at is not None:
+            source.pause()
+
+    def _pause_source(self) -> None:
+        self.paused_at = monotonic()
+        if self._source is not None:
+            self._source.pause()
+
+    def _resume_source(self) -> None:
+        self.paused_at = None
+        if self._source is not None:
+            self._source.resume()
+
+    # Deadlines, checked by one sweep over all connections instead of a timer for each
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.since = monotonic()
+
+    def sweep(self, now: float) -> None:
+        """End the connection if a deadline has passed, or if the client left while not reading."""
+        expiry = self._expiry(now)
+        if expiry is Expiry.ABORT:
+            self.cut()
+        elif expiry is Expiry.CLOSE:
+            self._close_after_flush()
+        elif expiry is Expiry.HEAD_TIMEOUT:
+            self._time_out("The request's headers did not arrive in time.")
+        elif expiry is Expiry.BODY_TIMEOUT:
+            message = "The request's body did not arrive in time."
+            self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
+        elif self.phase is SERVING and self._is_not_reading and self._has_hung_up:
+            self.cut()
+
+    def _expiry(self, now: float) -> Expiry | None:
+        """Return how the connection must end now; None while no deadline has passed."""
+        limits, phase, age_s = self._limits, self.phase, now - self.since
+        if self.paused_at is not None:
+            expiry = reader_expiry(now - self.paused_at, limits)
+            if expiry is not None:
+                return expiry
+        if phase is IDLE:
+            return idle_expiry(age_s, limits, has_sent_nothing=self._has_sent_nothing)
+        if phase is HEAD:
+            return head_expiry(age_s, limits)
+        if phase is BODY:
+            return body_expiry(age_s, self._body_received, limits)
+        if phase is CLOSING and self.transport is not None:
+            return closing_expiry(age_s, limits, is_flushing=self.transport.is_closing())
+        return None
+
+    @property
+    def _is_not_reading(self) -> bool:
+        """Whether reading is paused, so that the event loop cannot notice a disconnect."""
+        return self._reading_paused
+
+    @abstractmethod
+    def drop_unread(self) -> None:
+        """Discard the bytes that belong to no request yet; they are no longer counted."""
+
+    @property
+    def _has_hung_up(self) -> bool:
+        """Whether the client has closed its side while bytes from it are still unread."""
+        sock = None if self.transport is None else self.transport.get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), _POLLRDHUP)
+        return bool(poll.poll(0))
+
+    @property
+    @abstractmethod
+    def _has_sent_nothing(self) -> bool:
+        """Whether the client has never completed a request head."""
+
+    @property
+    @abstractmethod
+    def _body_received(self) -> int:
+        """Bytes of the body received so far."""
+
+    @abstractmethod
+    def _fail_body(self, error: GatewayError) -> None:
+        """Raise `error` from the pending call that reads the body."""
+
+    def _time_out(self, message: str) -> None:
+        self._must_close = True
+        self.refuse(GatewayError(Failure.REQUEST_TIMEOUT, message), new_id())
+        self._outbox.flush()
+        self._close_after_flush()
+
+    # Closing
+
+    @abstractmethod
+    def _close_after_flush(self) -> None:
+        """Close once everything written has been sent."""
+
+    def cut(self) -> None:
+        """Abort the connection, dropping anything not yet sent."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _linger(self) -> None:
+        """Half-close and discard input, so that a client still sending can read the response."""
+        transport = self.transport
+        if transport is not None:
+            self._outbox.flush()
+            self._enter(CLOSING)
+            if transport.can_write_eof():
+                with suppress(OSError):  # the client reset the connection while reading was paused
+                    transport.write_eof()
+            transport.resume_reading()

@@ -1,0 +1,374 @@
+"""The fast path of a client connection: POST requests that carry a Content-Length.
+
+protocol/request_head.py recognises such a request. It is served in the callback that delivered its
+last byte, without a task or a request object. At the first request of any other kind the connection
+switches to AiohttpConnection for good, so no request is ever seen by two parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from aiohttp.tcp_helpers import tcp_keepalive
+
+from gateway.config import Limits
+from gateway.http.aiohttp_connection import Lobby
+from gateway.http.client_connections import ClientConnections, unread_too_large
+from gateway.http.connection import Serve, Talk, add_piece
+from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
+from gateway.http.eager_task import Errand, Landing, landing
+from gateway.http.write_queue import Outbox
+from gateway.protocol.errors import GatewayError, new_id
+from gateway.protocol.request_head import Head, begins_head, read_head
+
+# Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
+MAX_AHEAD = 64 * 1024
+
+# Reads that a request head may take; a client that drips its head goes to AiohttpConnection.
+MAX_READS = 16
+
+
+class Front(Talk, asyncio.Protocol):
+    """A client connection that serves ordinary requests one after another, without aiohttp.
+
+    headers          the headers of the request being served
+    _unread          bytes that belong to no started request yet, from offset `_offset` on
+    _unread_counted  how many of them are counted in the budget that all connections share
+    _is_turn_due     the first request in `_unread` is scheduled for the next loop iteration
+    _head            the newest request head; the next one usually differs only in its length
+    _pieces          the body received so far; `_missing` bytes of it are still to come
+    _reserve         reserves memory for the body while it is being received
+    _closed          resolves when the connection is lost; None until close_when_idle() is called
+    """
+
+    __slots__ = (
+        "_body_bytes",
+        "_body_done",
+        "_closed",
+        "_connections",
+        "_head",
+        "_is_turn_due",
+        "_limits",
+        "_missing",
+        "_must_close",
+        "_new_fallback",
+        "_offset",
+        "_outbox",
+        "_pieces",
+        "_reading_paused",
+        "_reads",
+        "_reserve",
+        "_serve",
+        "_source",
+        "_task",
+        "_unread",
+        "_unread_counted",
+        "address",
+        "closes",
+        "headers",
+        "is_draining",
+        "paused_at",
+        "phase",
+        "since",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        serve: Serve,
+        connections: ClientConnections,
+        limits: Limits,
+        outbox: Outbox,
+        new_fallback: Callable[[], Lobby],
+    ) -> None:
+        """Initialize; `new_fallback` creates the protocol that takes over any other request."""
+        self._init_connection(serve, connections, limits, outbox)
+        self._new_fallback = new_fallback
+        self._head: Head | None = None
+        self.headers: Mapping[str, str] = {}
+        self._task: Errand | None = None
+        self._body_done: Landing | None = None
+        self._reserve: Callable[[int], None] | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self._unread = b""
+        self._pieces: list[bytes] = []
+        self._offset = self._body_bytes = self._unread_counted = self._missing = self._reads = 0
+        self._is_turn_due = self._reading_paused = False
+        self.transport: asyncio.Transport | None = None
+
+    # The Client protocol, as far as ClientConnection does not implement it
+
+    def body_at_hand(self) -> bytes:
+        """Return the body if it arrived together with its head, else nothing."""
+        return b"" if self._missing else self._pieces.pop()
+
+    async def body(self, reserve: Callable[[int], None]) -> bytes:
+        """Wait for the rest of the body and return all of it.
+
+        `reserve` is called with the number of bytes received so far, not the announced length,
+        because announcing a length costs the client nothing. Raises GatewayError when the body
+        arrives too slowly or `reserve` finds no memory.
+        """
+        if self._missing:
+            reserve(self._body_bytes - self._missing)
+            self._reserve, self._body_done = reserve, landing(self._outbox.loop)
+            self._enter(BODY)
+            if self._unread:  # more of the body arrived before this call
+                data, self._unread, self._offset = self._unread[self._offset :], b"", 0
+                self._receive_body(data)
+            try:
+                await self._body_done
+            finally:
+                self._reserve = self._body_done = None
+            self.phase = SERVING
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop sets TCP_NODELAY on every TCP transport.
+        self.transport = cast(asyncio.Transport, transport)
+        tcp_keepalive(self.transport)
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        self._enter(IDLE)
+        if not self._connections.admit(self, self.address, self._limits):
+            self._enter(CLOSING)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        self._connections.remove(self)
+        if self._task is not None:
+            self._task.cancel()
+        if self._closed is not None:
+            self._closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._pause_source()
+
+    def resume_writing(self) -> None:
+        self._resume_source()
+        # A pipelined request waits while the client has not read the previous response.
+        if self._task is None and self.phase is SERVING:
+            self._await_next_request()
+
+    def data_received(self, data: bytes) -> None:
+        phase, head = self.phase, self._head
+        if phase is IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
+            start, end = extent
+            # The usual case: exactly one whole request.
+            if end == len(data) and end - start <= self._limits.body:
+                self._begin(head, data[start:], end - start)
+                return
+        if phase is BODY:
+            self._receive_body(data)
+        elif phase is SERVING:
+            self._buffer_unread(data)
+        elif phase is not CLOSING:
+            self._unread = self._unread + data if self._unread else data
+            self._serve_first()
+
+    def eof_received(self) -> None:
+        """Treat a half-close as a disconnect: the transport closes itself when this returns."""
+
+    # From one request to the next
+
+    def _serve_first(self) -> None:
+        """Serve the first buffered request if its head is complete; its body may still arrive."""
+        data, offset, head = self._unread, self._offset, self._head
+        extent = None if head is None else head.extent(data, offset)
+        if head is None or extent is None:
+            head = self._head = read_head(data, offset)
+            extent = None if head is None else head.extent(data, offset)
+        if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
+            self._keep_or_switch(data[offset:])
+            return
+        start, end = extent
+        body = data[start:end]
+        if end < len(data):
+            self._offset = end
+        else:
+            self._unread, self._offset = b"", 0
+        self._begin(head, body, end - start)
+        self._count_unread()
+
+    def _serve_next(self) -> None:
+        """Serve the next pipelined request, unless the client has not read the last response."""
+        self._is_turn_due = False
+        if (
+            self.phase is SERVING
+            and self._task is None
+            and self.paused_at is None
+            and self.transport is not None
+        ):
+            self._enter(IDLE)
+            self._serve_first()
+
+    def _buffer_unread(self, data: bytes) -> None:
+        """Buffer bytes of later requests that arrive while one is being served."""
+        if not self._must_close:  # otherwise none of those requests will be served
+            self._unread, self._offset = self._unread[self._offset :] + data, 0
+            self._count_unread()
+
+    def _count_unread(self) -> None:
+        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
+        unread = len(self._unread) - self._offset
+        if not unread and not self._unread_counted:
+            return
+        self._unread_counted = unread
+        self._connections.hold(self, unread, self._limits.unread_budget)
+        if (
+            self._must_close
+            or self.transport is None
+            or (unread > MAX_AHEAD) is self._reading_paused
+        ):
+            return
+        self._reading_paused = not self._reading_paused
+        if self._reading_paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def drop_unread(self) -> None:
+        """Discard the unread bytes to free their memory, and close after the current response."""
+        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        if self.transport is None or self.phase is CLOSING:
+            return
+        self._must_close = True
+        if not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+        if self._task is None:
+            self.refuse(unread_too_large(), new_id())
+            self._close_gracefully()
+
+    def _keep_or_switch(self, data: bytes) -> None:
+        """Keep the start of an ordinary head for the next read; else switch to aiohttp."""
+        if self.transport is None or self.phase is CLOSING:
+            return
+        if self._reads < MAX_READS and begins_head(data):
+            self._unread, self._offset = data, 0
+            self._reads += 1
+            if self.phase is IDLE:
+                self._enter(HEAD)
+            self._count_unread()
+        else:
+            self._switch_to_aiohttp(self.transport, data)
+
+    def _begin(self, head: Head, body: bytes, length: int) -> None:
+        self._pieces = [body]
+        self._body_bytes = length
+        self._missing = length - len(body)
+        self._reads = 0
+        self.phase = SERVING
+        self.headers = head.headers
+        task = self._task = Errand(self._serve(self, head.api), self._on_served)
+        task.step()
+
+    def _on_served(self) -> None:
+        """Close the connection after a request, or go on to the next one."""
+        self._task = None
+        if self.transport is None:
+            return
+        if self._must_close or self._missing:
+            self._close_gracefully()
+        # Otherwise unread responses would pile up; resume_writing() goes on.
+        elif self.paused_at is None:
+            self._await_next_request()
+
+    def _await_next_request(self) -> None:
+        """Go idle, or schedule the next pipelined request behind other connections' work."""
+        if self.is_draining:
+            self.closes = self._must_close = True
+        if not self._unread:
+            self._enter(IDLE)
+            return
+        self.phase = SERVING
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._outbox.loop.call_soon(self._serve_next)
+
+    def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Hand the transport and the unserved bytes `data` to an AiohttpConnection."""
+        self.transport = None
+        self._unread, self._offset, self._unread_counted, self._head = b"", 0, 0, None
+        fallback = self._new_fallback()
+        if self.is_draining:
+            fallback.drain()
+        self._connections.replace(self, fallback)
+        if self._reading_paused:
+            transport.resume_reading()
+        transport.set_protocol(fallback)
+        fallback.connection_made(transport)
+        # The transport reports only changes, and this pause has been reported already.
+        if self.paused_at is not None:
+            fallback.pause_writing()
+            fallback.paused_at = self.paused_at
+        fallback.take_over(data, self.since if self.phase is HEAD else None)
+
+    # Bodies that arrive in several reads
+
+    def _receive_body(self, data: bytes) -> None:
+        if self._body_done is None or self._reserve is None:
+            return
+        piece = data[: self._missing]
+        self._unread, self._offset = data[len(piece) :], 0
+        add_piece(self._pieces, piece)
+        self._missing -= len(piece)
+        if self._unread:
+            self._count_unread()
+        try:
+            self._reserve(self._body_received)
+        except GatewayError as error:
+            self._body_done.land(error)
+            return
+        if not self._missing:
+            self._body_done.land()
+
+    @property
+    def _has_sent_nothing(self) -> bool:
+        return self._head is None
+
+    @property
+    def _body_received(self) -> int:
+        return self._body_bytes - self._missing
+
+    @property
+    def _has_unread_body(self) -> bool:
+        return self._missing > 0
+
+    def _fail_body(self, error: GatewayError) -> None:
+        if self._body_done is not None:
+            self._body_done.land(error)
+
+    # Closing
+
+    def _close_after_flush(self) -> None:
+        if self.transport is not None:
+            self._outbox.flush()
+            self._enter(CLOSING)
+            self.transport.close()
+
+    def _close_gracefully(self) -> None:
+        if self._missing or self._reading_paused:
+            self._linger()
+        else:
+            self._close_after_flush()
+
+    def drain(self) -> None:
+        self.is_draining = True
+        if self._task is None:
+            self.closes = self._must_close = True
+
+    def finish(self) -> asyncio.Future[None]:
+        """Close now, or after the current response; the future resolves on connection_lost()."""
+        self._closed = self._outbox.loop.create_future()
+        self._must_close = True
+        if self._task is None:
+            self._close_after_flush()
+        return self._closed

@@ -1,0 +1,89 @@
+"""TLS for connections to engines and Redis.
+
+Endpoints with the same settings share one context, which is rebuilt when a file changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from time import time
+from typing import Any
+
+from gateway.config import ClientTls, EndpointSpec
+from gateway.util import tls
+
+log = logging.getLogger("penstock")
+
+
+class ClientContexts:
+    """A cache of contexts by settings: loading the system's authorities takes 10 ms each time."""
+
+    def __init__(self) -> None:
+        self._cache: dict[tls.ClientSettings, tuple[object, ssl.SSLContext]] = {}
+
+    def of(self, spec: EndpointSpec) -> tls.Encryption | None:
+        """Return the TLS of connections to the endpoint; None for http://."""
+        if not spec.url.startswith("https://"):
+            return None
+        section = spec.tls
+        settings = tls.ClientSettings() if section is None else section.settings
+        return tls.Encryption(
+            self._context(settings), None if section is None else section.server_name
+        )
+
+    def _context(self, settings: tls.ClientSettings) -> ssl.SSLContext:
+        """Return the current context for the settings, rebuilt if a file has changed.
+
+        If a file cannot be used, the previous context stays in force. The first time there is none,
+        and the result is a context that trusts no server.
+        """
+        stamp = tls.stamp_of(settings)
+        last = self._cache.get(settings)
+        if last is not None and last[0] == stamp:
+            return last[1]
+        try:
+            context = tls.client_context(settings)
+            doubt = None if settings.pair is None else tls.valid_times(settings.pair).doubt(time())
+            if settings.pair is not None and doubt is not None:
+                path = settings.pair.certificate
+                log.warning("TLS to engines: the certificate %s %s", path, doubt)
+        except (OSError, ValueError) as error:
+            paths = ", ".join(tls.files_of(settings))
+            log.error("TLS to engines: %s cannot be used: %s", paths, error)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]
+        self._cache[settings] = stamp, context
+        return context
+
+
+def context_of(section: ClientTls | None) -> ssl.SSLContext:
+    """Create a context for one use. Raises OSError when a file cannot be used."""
+    return tls.client_context(tls.ClientSettings() if section is None else section.settings)
+
+
+def redis_settings(url: str, section: ClientTls | None) -> tls.ClientSettings | None:
+    """Return the TLS settings of connections to this Redis; None for redis://."""
+    if not url.startswith("rediss://"):
+        return None
+    return tls.ClientSettings() if section is None else section.settings
+
+
+def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
+    """Return the settings as arguments of redis-py's clients, which build their own contexts."""
+    if settings is None:
+        return {}
+    options: dict[str, Any] = {
+        "ssl_cert_reqs": "required" if settings.verify else "none",
+        "ssl_check_hostname": settings.verify,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }
+    if settings.ca is not None:
+        options["ssl_ca_certs"] = settings.ca
+    if settings.pair is not None:
+        pair = settings.pair
+        options |= {
+            "ssl_certfile": pair.certificate,
+            "ssl_keyfile": pair.key,
+            "ssl_password": pair.password,
+        }
+    return options

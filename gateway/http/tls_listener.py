@@ -1,0 +1,250 @@
+"""TLS on a listener: handshake first, then the connection's HTTP protocol takes over.
+
+The listening socket accepts plain connections. So a handshake counts against the connection limit,
+and a new certificate applies to the next connection without affecting open ones. Listeners without
+TLS do not use this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import time
+from typing import TYPE_CHECKING, Protocol, cast
+
+from gateway.http.eager_task import Errand
+from gateway.http.listener_sockets import API
+from gateway.util import tls
+
+if TYPE_CHECKING:
+    from gateway.config import Limits, Listeners, ListenerTls
+    from gateway.http.client_connections import ClientConnections
+    from gateway.metrics.runtime_gauges import Inside
+
+log = logging.getLogger("penstock")
+
+
+Accept = Callable[[], asyncio.Protocol]
+
+MAX_HANDSHAKES = 4096
+"""Concurrent handshakes on one listener; each takes about 100 KiB."""
+
+
+class HandshakeLimit(Protocol):
+    """Counts handshakes as client connections."""
+
+    def admit(self, handshake: Handshake, address: str) -> bool: ...
+    def remove(self, handshake: Handshake) -> None: ...
+
+
+class TlsListener:
+    """The certificates of one listener, and the connections in their handshake.
+
+    new_protocol     creates the HTTP protocol of a connection
+    close_s          seconds that a client may take to read the rest of a response while closing
+    on_failure       called for each failed handshake
+    handshake_limit  counts handshakes as client connections; None for the admin server
+    """
+
+    def __init__(
+        self,
+        section: ListenerTls,
+        make: Accept,
+        close_s: float,
+        on_failure: Callable[[], None],
+        counter: HandshakeLimit | None = None,
+    ) -> None:
+        """Load the certificates. Raises OSError or ValueError when a file cannot be used."""
+        self._new_protocol = make
+        self._on_failure = on_failure
+        self._counter = counter
+        self._close_s = close_s
+        self._handshakes: set[Handshake] = set()
+        self._load(section)
+
+    def _load(self, section: ListenerTls) -> None:
+        settings = section.settings
+        stamp = settings, tls.stamp_of(settings)
+        context = tls.server_context(settings)
+        periods = [tls.valid_times(pair) for pair in settings.pairs]
+        doubts = [period.doubt(time()) for period in periods]
+        self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
+        self.not_after = min(period.not_after for period in periods)
+        for pair, doubt in zip(settings.pairs, doubts, strict=True):
+            if doubt is not None:
+                log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
+
+    def follow(self, section: ListenerTls | None) -> None:
+        """Use the section with the current content of its files for new connections.
+
+        The certificate in use stays if a file cannot be used, or if the new certificate has expired
+        and the one in use has not.
+        """
+        if section is None or (section.settings, tls.stamp_of(section.settings)) == self._stamp:
+            return
+        settings, path = section.settings, section.certificate
+        try:
+            if settings == self._stamp[0] and self.not_after > time() >= _not_after(settings):
+                raise ValueError("it has expired")
+            self._load(section)
+        except (OSError, ValueError) as error:
+            log.error("TLS: keeping the certificate in use; %s cannot be used: %s", path, error)
+        else:
+            log.info("TLS: new connections use the current %s", path)
+
+    def accept(self) -> asyncio.Protocol:
+        """Create the protocol of a connection that was just accepted."""
+        return Handshake(self)
+
+    def close(self) -> None:
+        """Abort the connections that are in their handshake."""
+        for handshake in tuple(self._handshakes):
+            handshake.cut()
+
+    def begin(self, handshake: Handshake, address: str) -> bool:
+        """Count a handshake; return False if there are too many handshakes or connections."""
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            return False
+        if self._counter is not None and not self._counter.admit(handshake, address):
+            return False
+        self._handshakes.add(handshake)
+        return True
+
+    def end(self, handshake: Handshake) -> None:
+        """Stop counting a handshake that has succeeded or failed."""
+        if handshake in self._handshakes:
+            self._handshakes.discard(handshake)
+            if self._counter is not None:
+                self._counter.remove(handshake)
+
+    async def encrypt(
+        self, raw: asyncio.Transport, protocol: asyncio.Protocol
+    ) -> asyncio.Transport | None:
+        """Perform the handshake and return the encrypted transport; None if it failed."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.start_tls(
+                raw,
+                protocol,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=self._handshake_s,
+                ssl_shutdown_timeout=self._close_s,
+            )
+        # TimeoutError, ConnectionError and ssl.SSLError are subclasses of OSError.
+        except (OSError, EOFError) as error:
+            self._on_failure()
+            log.debug("TLS: a handshake failed: %s", error)
+            return None
+
+    def protocol(self) -> asyncio.Protocol:
+        """Create the HTTP protocol of a connection."""
+        return self._new_protocol()
+
+
+class TlsListeners:
+    """The listeners with TLS, by name. Handshakes at the API listener count as connections."""
+
+    def __init__(
+        self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]
+    ) -> None:
+        """Initialize; `limits` returns the limits in force."""
+        self._metrics = metrics
+        self._connections = connections
+        self._limits = limits
+        self._listeners: dict[str, TlsListener] = {}
+
+    def wrap(self, name: str, section: ListenerTls | None, make: Accept) -> Accept:
+        """Return the protocol factory for a listener: `new_protocol` itself without TLS.
+
+        Raises OSError or ValueError when a file cannot be used.
+        """
+        if section is None:
+            return make
+        failures = self._metrics.tls_handshake_failures_total.labels(name)
+        counter = self if name == API else None
+        listener = TlsListener(section, make, self._limits().slow_reader, failures.inc, counter)
+        self._metrics.tls_not_after.labels(name).follow(lambda: listener.not_after)
+        self._listeners[name] = listener
+        return listener.accept
+
+    def follow(self, listeners: Listeners) -> None:
+        """Use a new configuration, with the current content of its files, for new connections."""
+        for name, listener in self._listeners.items():
+            listener.follow(listeners.api.tls if name == API else listeners.admin.tls)
+
+    def close(self) -> None:
+        """Abort the connections that are in their handshake."""
+        for listener in self._listeners.values():
+            listener.close()
+
+    def admit(self, handshake: Handshake, address: str) -> bool:
+        """Count a handshake; return False if there are too many connections."""
+        return self._connections.admit(handshake, address, self._limits())
+
+    def remove(self, handshake: Handshake) -> None:
+        """Stop counting a handshake: its HTTP protocol is counted now, or it is closed."""
+        self._connections.remove(handshake)
+
+
+class Handshake(asyncio.Protocol):
+    """A connection in its TLS handshake; buffers data for the HTTP protocol that follows."""
+
+    __slots__ = ("_early_data", "_listener", "_raw", "_task")
+
+    def __init__(self, listener: TlsListener) -> None:
+        self._listener = listener
+        self._early_data: list[bytes] = []
+        self._raw: asyncio.Transport | None = None
+        self._task: Errand | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        raw = self._raw = cast(asyncio.Transport, transport)
+        peer = raw.get_extra_info("peername")
+        if not self._listener.begin(self, peer[0] if isinstance(peer, tuple) else ""):
+            raw.abort()
+            return
+        # start_tls() must be called in this callback; after it the loop reads from the connection.
+        self._task = Errand(self._run(raw), self._on_done)
+        self._task.step()
+
+    def data_received(self, data: bytes) -> None:
+        self._early_data.append(data)
+
+    def sweep(self, now: float) -> None:
+        """Do nothing: start_tls() has a timeout of its own."""
+
+    def drop_unread(self) -> None:
+        """Do nothing: no bytes are unread before the handshake has completed."""
+
+    def drain(self) -> None:
+        """Do nothing: no request has been sent, so the connection is served like a new one."""
+
+    def cut(self) -> None:
+        """Abort the connection."""
+        if self._raw is not None:
+            self._raw.abort()
+
+    async def _run(self, raw: asyncio.Transport) -> None:
+        transport = await self._listener.encrypt(raw, self)
+        if transport is None or transport.is_closing():
+            raw.abort()
+            return
+        transport.set_write_buffer_limits(tls.WRITE_BUFFER_BYTES)
+        protocol = self._listener.protocol()
+        transport.set_protocol(protocol)
+        self._listener.end(self)  # from here on the HTTP protocol is counted instead
+        protocol.connection_made(transport)
+        if self._early_data and not transport.is_closing():
+            protocol.data_received(b"".join(self._early_data))
+
+    def _on_done(self) -> None:
+        self._listener.end(self)
+        self._early_data.clear()
+        self._task = self._raw = None
+
+
+def _not_after(settings: tls.ServerSettings) -> float:
+    """Return when the first of the certificates expires."""
+    return min(tls.valid_times(pair).not_after for pair in settings.pairs)

@@ -1,0 +1,515 @@
+"""HTTP/1.1 client for engines: connection pooling, sending, timeouts and backpressure.
+
+Response bytes go straight to the client's connection; the Relay (protocol/relay.py) interprets
+them. Written for this gateway because aiohttp's client costs several times as much CPU per request
+and per chunk (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from contextlib import suppress
+from time import monotonic
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.http.eager_task import Landing, landing, within
+from gateway.http.write_queue import Outbox
+from gateway.protocol.relay import DONE, Relay, UpstreamBroke
+from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
+
+IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
+MAX_IDLE = 256  # idle connections kept per engine
+CLOSE_S = 1.0  # how long an engine may take to complete a TLS shutdown
+JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
+LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
+
+# A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
+FRESH_S = 5.0
+
+QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
+
+# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
+OWN_ERRORS = frozenset(
+    {
+        errno.EACCES,
+        errno.EADDRNOTAVAIL,
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.EPERM,
+    }
+)
+
+
+def is_own_error(error: OSError) -> bool:
+    """Whether a connect failed because of this process or name resolution, not the engine."""
+    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
+
+
+class Downstream(Protocol):
+    """The destination of a response: the client's connection, or a stand-in for it."""
+
+    @property
+    def writing_paused(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    def set_source(self, source: Connection | None) -> None: ...
+
+
+class Payload(Protocol):
+    """The body of a request, read once when sending; its owner may release it while streaming."""
+
+    @property
+    def body(self) -> bytes: ...
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """Timeouts in seconds: for connecting, for the first byte, and between two chunks."""
+
+    connect_s: float
+    first_byte_s: float
+    stall_s: float
+
+
+class Connection:
+    """A connection to one engine; it carries one response at a time to a client.
+
+    last_activity_at  when it last delivered part of a committed response, else when the request
+                      was sent (monotonic seconds)
+    idle_since        when it was returned to the pool
+
+    Implements asyncio.Protocol without inheriting from it: with a Python base class it could not
+    be compiled to a C class (tools/compile/classes.py).
+    """
+
+    __slots__ = (
+        "_acks_each_chunk",
+        "_done",
+        "_downstream",
+        "_is_half_closed",
+        "_outbox",
+        "_paused",
+        "_pool",
+        "_relay",
+        "_transport",
+        "heard_at",
+        "idle_since",
+    )
+
+    def __init__(self, pool: Upstream) -> None:
+        self._pool = pool
+        self._outbox: Outbox = pool.outbox
+        self._transport: asyncio.Transport | None = None
+        self._relay: Relay | None = None
+        self._downstream: Downstream | None = None
+        self._done: Landing | None = None
+        self.heard_at = 0.0
+        self.idle_since = 0.0
+        self._paused = self._is_half_closed = False
+        self._acks_each_chunk = True
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
+        """Send a request; the returned future resolves when its response has been relayed.
+
+        The future raises UpstreamError when the response fails.
+        """
+        done = self._done = landing(self._outbox.loop)
+        transport = self._transport
+        if transport is None:
+            message = "the connection was closed before the request was sent"
+            self._finish(UpstreamBroke("reset", message))
+            return done
+        self._relay, self._downstream = relay, downstream
+        self._acks_each_chunk = True
+        self.heard_at = monotonic()
+        downstream.set_source(self)
+        body = payload.body
+        if len(body) > JOIN_LIMIT:
+            transport.writelines((head, body))
+        else:
+            self._outbox.post(transport, head + body)
+        return done
+
+    def abort(self) -> None:
+        """Close at once, which makes the engine abort the request (engines.md A.7)."""
+        if self._downstream is not None:
+            self._downstream.set_source(None)
+        self._relay = self._downstream = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def call_off(self) -> None:
+        """Half-close: the engine aborts the request, but a response already sent can be read.
+
+        TLS has no half-close here: the engine learns of the abort when the caller closes the
+        connection.
+        """
+        self._outbox.flush()
+        self._is_half_closed = True
+        if self.open and self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the request was sent within the last RECENT_S seconds."""
+        return monotonic() - self.heard_at < FRESH_S
+
+    @property
+    def midway(self) -> bool:
+        """Whether the client has part of an event or body that only the engine can complete."""
+        return self._relay is not None and self._relay.committed and not self._relay.at_seam
+
+    def fail(self, kind: str, message: str) -> None:
+        """End the current response from outside, as after a deadline or an ejected endpoint."""
+        self._finish(UpstreamBroke(kind, message), later=True)
+
+    def pause(self) -> None:
+        """Stop reading while the client reads too slowly, so that data stays in the socket."""
+        if self.open and self._transport is not None and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.open and self._transport is not None and self._paused:
+            self._paused = False
+            self.heard_at = monotonic()
+            self._transport.resume_reading()
+
+    @property
+    def owed(self) -> bool:
+        """Whether a client is waiting for the engine here, rather than holding it up."""
+        return (
+            self._relay is not None
+            and self._downstream is not None
+            and not self._downstream.writing_paused
+        )
+
+    def carries(self, relay: Relay) -> bool:
+        return self._relay is relay
+
+    @property
+    def streaming(self) -> Relay | None:
+        """The relay of a response that is producing tokens for a reading client, or None."""
+        relay = self._relay
+        if relay is None or not self.owed:
+            return None
+        return relay if relay.events and relay.first_token_at else None
+
+    def overdue(self, now: float, patience: Patience) -> bool:
+        """Whether the engine has been silent too long, not counting pauses by this side."""
+        relay = self._relay
+        if relay is None or not self.owed:
+            return False
+        limit = patience.stall_s if relay.committed else patience.first_byte_s
+        return now - self.heard_at > limit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop sets TCP_NODELAY on every TCP transport.
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.connections.add(self)
+
+    def pause_writing(self) -> None:
+        """Do nothing: the whole request is in the transport's buffer already."""
+
+    def resume_writing(self) -> None:
+        pass
+
+    def data_received(self, data: bytes) -> None:
+        relay = self._relay
+        if relay is None:  # unsolicited bytes: requests and responses no longer correspond
+            self.abort()
+            return
+        if self._outbox.full:
+            self._outbox.put_off(self, relay, data)
+            return
+        now = monotonic()
+        try:
+            out = relay.feed(data, now)
+        except UpstreamBroke as error:
+            self._finish(error)
+            return
+        # Uncommitted bytes do not count: an engine could send interim heads forever.
+        if relay.committed:
+            self.heard_at = now
+        if out:
+            self._pool.heard_at = now
+            self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
+        if self._acks_each_chunk and relay.events > 1:
+            self._delay_acks()
+        if relay.state is DONE:
+            self._finish(None)
+
+    def _delay_acks(self) -> None:
+        """Let the kernel acknowledge two chunks of a stream with one packet.
+
+        Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
+        which costs CPU on both sides. Without TCP_QUICKACK it waits for a second chunk or 40 ms.
+        A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is done
+        once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
+        """
+        self._acks_each_chunk = False
+        if QUICKACK is not None and self.open and self._transport is not None:
+            with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
+                self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
+
+    def catch_up(self, relay: Relay, data: bytes) -> None:
+        """Process a chunk that was deferred for `relay`."""
+        if self._relay is not relay:  # that response has ended, so these bytes are surplus
+            self.abort()
+            return
+        try:
+            self.data_received(data)
+        except BaseException:
+            # The event loop closes a connection whose data_received() raises, but not here.
+            self.abort()
+            raise
+
+    def eof_received(self) -> None:
+        self._outbox.hurry(self)
+        relay = self._relay
+        if relay is None or self._downstream is None or relay.state is DONE:
+            return
+        try:
+            out = relay.eof()
+        except UpstreamBroke as error:
+            self._finish(error)
+            return
+        self._downstream.write(out)
+        self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outbox.hurry(self)
+        self._transport = None
+        self._pool.forget(self)
+        message = f"the connection to the engine was lost: {exc or 'closed'}"
+        self._finish(UpstreamBroke("reset", message))
+
+    def _finish(self, error: UpstreamBroke | None, *, later: bool = False) -> None:
+        """End the response: return the connection to the pool if reusable, else close it.
+
+        The waiter resumes inside this call, or in a later loop iteration if `later`, for callers
+        that are in the middle of something else.
+        """
+        relay, done = self._relay, self._done
+        if done is None:
+            return
+        self._done = None
+        if (
+            error is None
+            and relay is not None
+            and relay.reusable
+            and self.open
+            and not self._is_half_closed
+        ):
+            self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
+            self._relay = self._downstream = None
+            if self._paused:  # the client was slow until the end; the next one may not be
+                self.resume()
+            self._pool.give_back(self)
+        else:
+            self.abort()
+        if later:
+            self._outbox.loop.call_soon(done.land, error)
+        else:
+            done.land(error)
+
+
+class Upstream:
+    """The connections to one engine. The newest idle one is reused first, so that others expire.
+
+    last_body_at  when the engine last sent part of any response body, monotonic seconds
+    """
+
+    __slots__ = (
+        "_encryption",
+        "_headers",
+        "_host",
+        "_idle",
+        "_netloc",
+        "_port",
+        "_request_line",
+        "connections",
+        "heard_at",
+        "outbox",
+        "patience",
+    )
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        patience: Patience,
+        outbox: Outbox,
+        encryption: Encryption | None = None,
+    ) -> None:
+        """Initialize without connecting; `key` is the engine's own API key.
+
+        Raises ValueError for an https:// URL without `encryption`.
+        """
+        parts = urlsplit(url)
+        is_https = parts.scheme == "https"
+        self._host, self._port = parts.hostname or "", parts.port or (443 if is_https else 80)
+        self._netloc = parts.netloc.removesuffix(":443") if is_https else parts.netloc
+        self._request_line = b"POST " + parts.path.rstrip("/").encode()
+        self.outbox = outbox
+        if is_https and encryption is None:
+            raise ValueError(f"{url} needs TLS settings")
+        self.become(key, patience, encryption)
+        self.heard_at = 0.0
+        self.connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+
+    def become(self, key: str | None, patience: Patience, encryption: Encryption | None) -> None:
+        """Use other settings from the next request on; responses in progress are not affected.
+
+        `encryption` applies to new connections.
+        """
+        self._encryption = encryption
+        authorization = f"authorization: Bearer {key}\r\n" if key else ""
+        self._headers = (
+            f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
+            f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"
+        ).encode()
+        self.patience = patience
+
+    def head(self, path: str) -> bytes:
+        """Return the start of a request head; the caller adds its own fields and the blank line."""
+        return self._request_line + path.encode() + self._headers
+
+    async def send(
+        self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream
+    ) -> None:
+        """Send one request and relay its response.
+
+        If a pooled connection is lost before a byte of the response, one new connection is tried.
+        Raises UpstreamError.
+        """
+        pooled, is_retry = self.pooled(), False
+        while True:
+            connection = pooled or await (self._reconnect() if is_retry else self.connect())
+            done = connection.carry(head, payload, relay, downstream)
+            try:
+                return await done
+            except UpstreamBroke as error:
+                if not relay.untouched or error.kind not in LOST:
+                    raise
+                if pooled is None:
+                    error.fresh = connection.is_fresh
+                    raise
+                pooled, is_retry = None, True
+            except asyncio.CancelledError:
+                # Otherwise the connection may already carry another request's response.
+                if not done.done() or done.cancelled():
+                    connection.abort()
+                raise
+
+    def pooled(self) -> Connection | None:
+        """Take an idle connection, which the caller must use or abort; None if there is none."""
+        oldest = monotonic() - IDLE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.open and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    async def _reconnect(self) -> Connection:
+        """Connect for a request that has already been sent on another connection."""
+        try:
+            return await self.connect()
+        except UpstreamBroke as error:
+            error.sent = True
+            raise
+
+    async def connect(self) -> Connection:
+        """Open a new connection. Raises UpstreamError."""
+        connection = Connection(self)
+        protocol = cast(asyncio.Protocol, connection)
+        try:
+            async with within(self.patience.connect_s):
+                try:
+                    await self._open(protocol)
+                except asyncio.CancelledError:
+                    # It may be connected already, and uvloop would not report that it is closed.
+                    connection.abort()
+                    self.forget(connection)
+                    raise
+        except TimeoutError:
+            message = f"no connection within {self.patience.connect_s:g} s"
+            raise UpstreamBroke("connect_timeout", message, sent=False) from None
+        except OSError as error:
+            kind = "connect_error" if is_own_error(error) else "connect_failed"
+            raise UpstreamBroke(kind, error.strerror or str(error), sent=False) from error
+        return connection
+
+    async def _open(self, protocol: asyncio.Protocol) -> None:
+        encryption, loop = self._encryption, self.outbox.loop
+        if encryption is None:
+            await loop.create_connection(lambda: protocol, self._host, self._port)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: protocol,
+            self._host,
+            self._port,
+            ssl=encryption.context,
+            server_hostname=encryption.server_name or self._host,
+            ssl_handshake_timeout=self.patience.connect_s,
+            ssl_shutdown_timeout=CLOSE_S,
+        )
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+
+    def give_back(self, connection: Connection) -> None:
+        """Return a connection to the pool, or close it if MAX_IDLE are idle."""
+        if len(self._idle) >= MAX_IDLE:
+            connection.abort()
+            return
+        connection.idle_since = monotonic()
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Remove a connection that is closed."""
+        self.connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close idle connections before the engine does, and fail responses that are overdue."""
+        while self._idle and self._idle[0].idle_since < now - IDLE_S:
+            self._idle.pop(0).abort()
+        for connection in tuple(self.connections):
+            if connection.overdue(now, self.patience):
+                connection.fail("timeout", "the engine has been silent for too long")
+
+    def silence_s(self, now: float) -> float:
+        """Seconds for which clients have waited without any engine output; 0 if none waits.
+
+        Response heads do not count: API servers send them before their engine sees the request.
+        """
+        waiting_since = [connection.heard_at for connection in self.connections if connection.owed]
+        return max(0.0, now - max(min(waiting_since), self.heard_at)) if waiting_since else 0.0
+
+    def fail_all(self, kind: str, message: str) -> None:
+        """Fail all responses, because the engine is known to be dead."""
+        for connection in tuple(self.connections):
+            connection.fail(kind, message)
+
+    def fail_at_seams(self, kind: str, message: str) -> int:
+        """Fail the responses that are between events; return how many are not and continue."""
+        spared = [connection for connection in self.connections if connection.midway]
+        for connection in self.connections.difference(spared):
+            connection.fail(kind, message)
+        return len(spared)
+
+    def close(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()

@@ -1,0 +1,143 @@
+"""One attempt at a booked endpoint: the request that it receives, and what its answer means.
+
+The request is built by the gateway: a fixed path, its own length, an allow-list of the client's
+headers, and the endpoint's key. Not here: picking and booking (gateway/proxy/attempts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from time import monotonic
+
+from gateway.exchange import Exchange
+from gateway.fleet.booking import Booking
+from gateway.http.client import Client
+from gateway.protocol.errors import reshaped
+from gateway.protocol.openai import Api, Call
+from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.protocol.rewrite import Renamer
+from gateway.protocol.service_class import SESSION, Fields
+from gateway.protocol.trace_context import passed_on
+from gateway.protocol.upstream_error import MODEL_GONE
+from kvtransfer.dialects import known_members
+from policies.model import EngineKind
+
+TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before Python 3.12
+# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
+# fix.
+OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})
+# How vLLM and SGLang answer a request for a model that they do not have.
+_MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
+
+
+def prepare(
+    exchange: Exchange,
+    call: Call,
+    client: Client,
+    booking: Booking,
+    on_first: Callable[[], None],
+    served: str,
+) -> tuple[bytes, Call, Relay]:
+    """Build the head and the body for a booked endpoint, and the relay of its answer.
+
+    `served` is the endpoint's name of the model.
+    """
+    endpoint = booking.endpoint
+    body = call
+    # No lookup in a mapping by engine: hashing an Enum is slow.
+    if served != call.request.model or endpoint.engine is TRTLLM:
+        body = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
+    if call.salt and endpoint.salt_member:
+        body = body.salted(call.salt_member(endpoint.salt_member))
+    relay = Relay(
+        answer_headers(exchange, client, endpoint.name),
+        on_first,
+        client.http_1_0,
+        Renamer(served, call.asked_model) if served != call.asked_model else None,
+        gaps=exchange.gaps,
+        choices=call.request.choices,
+    )
+    head = booking.upstream.head(exchange.api) + request_headers(
+        exchange, client.headers, len(body.body), endpoint.name
+    )
+    return head, body, relay
+
+
+def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
+    """End an exchange whose answer is a refusal, or a stream that ended with an error event.
+
+    Raises UpstreamBroke when the engine itself failed before the client received anything.
+    """
+    if relay.refused:
+        pass_on(exchange, client, relay, booking.endpoint.name)
+    else:
+        exchange.interrupted("engine_error")
+        booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
+
+
+def pass_on(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
+    """Send an engine's 4xx to the client, since it is about the request.
+
+    Raises UpstreamBroke for other statuses.
+    """
+    status = refusal(relay)
+    exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
+    headers = [
+        ("x-request-id", exchange.id),
+        ("x-should-retry", "false"),
+        ("x-penstock-endpoint", endpoint),
+    ]
+    client.answer(status, reshaped(status, relay.refusal), headers)
+
+
+def refusal(relay: Relay) -> int:
+    """Return the status of an engine's refusal.
+
+    Raises UpstreamBroke when the engine itself failed.
+    """
+    status = relay.status
+    if status == 404 and _MODEL_GONE.search(relay.refusal):
+        raise UpstreamBroke(MODEL_GONE, "the engine does not have the model any more")
+    if not 400 <= status < 500 or status in OWN_TROUBLE:
+        raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
+    return status
+
+
+def answer_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
+    """Return the response headers that the gateway adds, without status line and framing."""
+    lines = (
+        f"x-request-id: {exchange.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
+        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    )
+    if exchange.tier:
+        lines += f"x-penstock-tier: {exchange.tier}\r\n"
+    if client.closes:
+        lines += "connection: close\r\n"
+    return lines.encode()
+
+
+def request_headers(
+    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
+) -> bytes:
+    """Return the gateway's own header lines of a request, and the blank line after them."""
+    if exchange.trace is not None:
+        passed = forwarded(headers) + exchange.trace.leg("whole", endpoint, monotonic())
+    elif not isinstance(headers, Fields):
+        passed = forwarded(headers) + passed_on(headers)
+    else:  # one object for most requests of a connection, which caches the lines
+        lines = headers.passed
+        if lines is None:
+            lines = headers.passed = forwarded(headers) + passed_on(headers)
+        passed = lines
+    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
+    return head.encode("utf-8", "surrogateescape")
+
+
+def forwarded(headers: Mapping[str, str]) -> str:
+    """Return the client's session header as a line; "" without one.
+
+    An engine recognises a conversation by it. The trace context is added separately (gateway/protocol/trace_context.py).
+    """
+    session = headers.get(SESSION)
+    return "" if session is None else f"{SESSION}: {session}\r\n"

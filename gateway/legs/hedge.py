@@ -1,0 +1,374 @@
+"""Hedging: a second endpoint for late requests, and moves away from slow endpoints.
+
+A request costs one list append. Four times a second the sweep looks at the requests without a first
+byte, and 20 times a second the glance looks at those at endpoints whose prefill stalls. A request is
+late when it has waited longer than twice what the peers of its endpoint need for the prompts booked
+before it. It is hedged when another endpoint is expected to answer sooner, by more than the work
+there costs. The first endpoint to send a byte of the answer serves the request; the other connection
+is closed, which engines treat as an abort. Late requests at an endpoint that is suspected to be
+slow, and all that wait at one ejected as slow, are moved instead.
+
+Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all
+requests. The turn is given back when the answer begins: it limits duplicate work, not the length of
+answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed attempt
+(gateway/proxy/attempts.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.admission.controller import Gate
+from gateway.config import Resume
+from gateway.exchange import Exchange
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.http.client import Client
+from gateway.http.upstream import Connection
+from gateway.legs import forward
+from gateway.protocol.upstream_error import UpstreamBroke
+from gateway.telemetry.accounting import Accounts
+from policies.health.speed_record import Verdict
+from policies.health.stall import LEAST_LATE_S
+from policies.model import Candidate, Endpoint, Pick
+from policies.run import repicked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.fleet.endpoint_registry import LiveEndpoint
+
+OVERTAKEN = "overtaken"
+"""The kind of an attempt that ended because the second endpoint answered first."""
+SLOW = "slow"
+"""The kind of an attempt that ended because its endpoint is slow."""
+
+HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
+PRICE = 2.0  # the second answer must be expected this many times sooner than the first
+MOST_SAVED = 50.0  # the most hedges that unused allowance adds up to
+# Hedging starts with the allowance of this many requests: an engine may be slow from the start.
+CREDIT = 200
+
+
+class HedgedRoute(Protocol):
+    """What the hedger needs to know about a request's route."""
+
+    @property
+    def resume(self) -> Resume | None: ...
+    @property
+    def split(self) -> object | None: ...
+    def resolve_name(self, endpoint: Endpoint) -> str: ...
+
+
+class HedgedRequest(Protocol):
+    """A request that waits for its first byte; gateway/proxy/whole.py's plan implements it."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+    @property
+    def client(self) -> Client: ...
+    @property
+    def route(self) -> HedgedRoute: ...
+
+
+class Race:
+    """Two attempts at one request. The first to receive a byte of its answer serves it.
+
+    booking    the place of the second attempt
+    is_won     the second attempt serves the request
+    is_over    one attempt is left
+    loser      name of the endpoint whose attempt was closed; "" while both run
+    """
+
+    __slots__ = (
+        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_served"),
+        *("_source", "_task", "booking", "is_over", "is_won", "loser"),
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        client: Client,
+        first: Connection,
+        pick: Pick,
+        booking: Booking,
+        served: str,
+    ) -> None:
+        """`served` is the second endpoint's name of the model."""
+        assert exchange.booking is not None
+        self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
+        self._first_name = exchange.booking.endpoint.name
+        self.booking, self._served = booking, served
+        self.is_won = self.is_over = False
+        self.loser = ""
+        self._source: Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Send the request to the second endpoint."""
+        exchange, call = self._exchange, self._exchange.call
+        assert call is not None
+        head, self._sent, self._relay = forward.prepare(
+            exchange, call, self._client, self.booking, self._on_first_token, self._served
+        )
+        assert exchange.relay is not None
+        exchange.relay.on_first = self._lose
+        sending = self.booking.upstream.send(head, self._sent, self._relay, self)
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(sending, name=f"hedge {exchange.id}")
+        self._task.add_done_callback(self._on_task_done)
+
+    # The downstream of the second connection
+
+    @property
+    def writing_paused(self) -> bool:
+        return self._client.writing_paused
+
+    def write(self, data: bytes) -> None:
+        if data and self._try_win():
+            self._client.write(data)
+
+    def set_source(self, source: Connection | None) -> None:
+        self._source = source
+        if self.is_won:
+            self._client.set_source(source)
+
+    # Which attempt serves the request
+
+    def _try_win(self) -> bool:
+        """Return whether the second attempt, which has received a byte, serves the request."""
+        exchange = self._exchange
+        if self.is_won or self.is_over:
+            return self.is_won
+        if exchange.committed or exchange.booking is None:
+            return False
+        late = exchange.booking
+        self.loser = self._first_name
+        self.adopt()
+        late.overtaken()
+        late.doubt()
+        self._first.fail(OVERTAKEN, "another endpoint answered first")
+        self._client.set_source(self._source)
+        return True
+
+    def adopt(self) -> None:
+        """Make the second attempt the only attempt of the request."""
+        exchange = self._exchange
+        self.is_won = True
+        exchange.booking, exchange.relay = self.booking, self._relay
+        exchange.sent, exchange.pick = self._sent, self._pick
+        self._client.set_source(self._source)
+
+    def _on_first_token(self) -> None:
+        """Handle the first token of the second attempt."""
+        if self._try_win():
+            self._exchange.first_token()
+
+    def _lose(self) -> None:
+        """Handle the first token of the first attempt: it serves the request."""
+        self.close()
+        self._exchange.first_token()
+
+    def close(self) -> None:
+        """Cancel the second attempt, unless it serves the request."""
+        if self.is_won or self.is_over:
+            return
+        self.is_over = True
+        self.loser = self.booking.endpoint.name
+        if self._task is not None:
+            self._task.cancel()
+        self.booking.__exit__()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Leave the first attempt alone when the second one ends without having won."""
+        error = None if task.cancelled() else task.exception()
+        if self.is_won or self.is_over:
+            return
+        if isinstance(error, UpstreamBroke):
+            self.booking.failed(error)
+        self.close()
+
+    async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None:
+        """Serve the request by the second attempt after the first one ended by `problem`.
+
+        Returns how the second attempt broke, or None when it served the request. Returns `problem`
+        if there is no second attempt any more.
+        """
+        if self.is_over:
+            return problem
+        if problem.kind != OVERTAKEN:
+            self._exchange.retries.append(self._first_name)
+        if not self.is_won:
+            self.adopt()
+        assert self._task is not None
+        with self.booking as booking:
+            try:
+                await self._task
+                if self._relay.refused or self._relay.failed_in_stream:
+                    forward.settle_failure(self._exchange, self._client, self._relay, booking)
+                else:
+                    self._exchange.status = 200
+                    booking.served(self._relay.usage)
+            except UpstreamBroke as broke:
+                booking.failed(broke)
+                return broke.with_traceback(None)
+            finally:
+                self.is_over = True
+        return None
+
+
+class Hedger:
+    """Starts hedges and moves. gateway/proxy/whole.py appends to `waiting`, gateway/proxy/attempts.py to `retrying`.
+
+    waiting     requests that had no first byte when they were seen last
+    retrying    requests that may hold a turn of the retry budget
+    allowed     hedges that the share of requests permits now
+    sent, moved  counters
+    """
+
+    __slots__ = (
+        *("_accounts", "_credit", "_endpoints", "_gate", "_old", "allowed", "moved", "retrying"),
+        *("sent", "waiting"),
+    )
+
+    def __init__(
+        self, endpoints: EndpointTable, gate: Gate, accounts: Accounts, share: float
+    ) -> None:
+        """`share`: hedges as a share of all requests."""
+        self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
+        self.waiting: list[HedgedRequest] = []
+        self.retrying: list[Exchange] = []
+        self._old, self._credit = 0, CREDIT
+        self.allowed = share * CREDIT
+        self.sent = self.moved = 0
+
+    def sweep(self, share: float, now: float) -> None:
+        """Look at all requests without a first byte.
+
+        Called four times a second with the share in force.
+        """
+        waiting, self.waiting = self.waiting, []
+        new = len(waiting) - self._old
+        paid_back = min(self._credit, new)
+        self._credit -= paid_back
+        self.allowed = min(MOST_SAVED, self.allowed + share * (new - paid_back))
+        for entry in waiting:
+            exchange = entry.exchange
+            # It is over, has begun, or is not at its first endpoint any more.
+            if exchange.status or exchange.retries or exchange.committed:
+                continue
+            self.waiting.append(entry)
+            if exchange.hedge is None and not exchange.retrying:
+                self._consider(entry, now, share > 0)
+        self._old = len(self.waiting)
+        self._return_turns()
+
+    def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
+        """Look at the requests without a first byte at these endpoints, between two sweeps."""
+        if not stalled:
+            return
+        self._return_turns()
+        for entry in self.waiting:
+            exchange = entry.exchange
+            if exchange.status or exchange.retries or exchange.committed:
+                continue
+            if exchange.hedge is not None or exchange.retrying or exchange.booking is None:
+                continue
+            if exchange.booking.live in stalled:
+                self._consider(entry, now, share > 0)
+
+    def _return_turns(self) -> None:
+        """Return the turns of the retry budget of requests whose answers have begun."""
+        for exchange in self.retrying:
+            if exchange.committed:
+                exchange.end_retry(self._gate)
+        self.retrying = [exchange for exchange in self.retrying if exchange.retrying]
+
+    def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
+        """Hedge or move one request if it is late and another endpoint is expected to be sooner."""
+        exchange, client, route = entry.exchange, entry.client, entry.route
+        booking, relay = exchange.booking, exchange.relay
+        if booking is None or relay is None or exchange.sent_at is None:
+            return
+        if route.split is not None:  # its other endpoints may be places for prefills
+            return
+        is_out, waited_s = booking.is_out_as_slow, now - exchange.sent_at
+        if not is_out and waited_s < LEAST_LATE_S:
+            return
+        moves = is_out or booking.live.speed.verdict is Verdict.SUSPECT
+        if not moves and (not is_hedging or self.allowed < 1.0 or not may_hedge(client, route)):
+            return
+        left_s = self._endpoints.speeds.left_s(
+            booking.live, booking.request, booking.ahead_tokens, waited_s, now
+        )
+        if left_s is None and not is_out:
+            return
+        best = self._find_soonest(exchange, booking)
+        connections = booking.upstream.connections
+        connection = next((found for found in connections if found.carries(relay)), None)
+        if best is None or connection is None:
+            return
+        candidate, expected_s = best
+        if not is_out and (left_s is None or left_s < PRICE * expected_s):
+            return
+        if not self._gate.retry_at_once():
+            return
+        exchange.retrying = True
+        self.retrying.append(exchange)
+        if moves:
+            self.moved += 1
+            booking.overtaken()
+            booking.doubt()
+            connection.fail(SLOW, "the endpoint is slow")
+        else:
+            self._hedge(entry, connection, candidate)
+
+    def _hedge(self, entry: HedgedRequest, first: Connection, candidate: Candidate) -> None:
+        exchange, client = entry.exchange, entry.client
+        assert exchange.pick is not None
+        assert exchange.call is not None
+        self.allowed -= 1.0
+        self.sent += 1
+        self._accounts.hedged(candidate.endpoint.name)
+        cached = () if exchange.asked is None else exchange.asked.cached
+        pick = repicked(exchange.pick, candidate, cached)
+        booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
+        served = entry.route.resolve_name(candidate.endpoint)
+        race = exchange.hedge = Race(exchange, client, first, pick, booking, served)
+        try:
+            race.start()
+        except BaseException:
+            race.close()
+            raise
+
+    def _find_soonest(self, exchange: Exchange, booking: Booking) -> tuple[Candidate, float] | None:
+        """Return the endpoint that is expected to answer soonest, and in how many seconds.
+
+        Candidates are the endpoints that the policy considered for the first attempt.
+        """
+        assert exchange.call is not None
+        request = exchange.call.request
+        cached = () if exchange.asked is None else exchange.asked.cached
+        best: tuple[Candidate, float] | None = None
+        for candidate in () if exchange.pick is None else exchange.pick.kept:
+            load, endpoint = candidate.load, candidate.endpoint
+            if endpoint is booking.endpoint or not load.available:
+                continue
+            if load.in_flight >= min(endpoint.max_concurrency, load.ceiling):
+                continue
+            cached_tokens = cached[load.slot] if load.slot < len(cached) else 0
+            tokens = load.prefill_tokens + max(1, request.prompt_tokens - cached_tokens)
+            expected_s = self._endpoints.first_byte_s(load.slot, request, tokens)
+            if expected_s is not None and (best is None or expected_s < best[1]):
+                best = candidate, expected_s
+        return best
+
+
+def may_hedge(client: Client, route: HedgedRoute) -> bool:
+    """Return whether a request may be at two endpoints at the same time.
+
+    Not where broken streams are resumed: the tokens that the client has are recorded for one
+    endpoint.
+    """
+    return route.resume is None and client.headers.get(HEADER) != "off"

@@ -1,0 +1,433 @@
+"""The catalogue: every metric of the gateway, with help, labels and buckets.
+
+docs/reference/metrics.md is generated from it. Not here: how a value is stored (metric_types.py) or
+when it changes (its callers). Label values come from small closed sets in the code or from the
+configuration; their number is capped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from gateway.metrics.exposition import page
+from gateway.metrics.labels import ENDPOINT, KIND, POOL, RESULT, Row
+from gateway.metrics.metric_types import (
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
+    Label,
+    Merge,
+    Meters,
+    Pools,
+    Reading,
+    Section,
+    Spec,
+)
+from gateway.metrics.process_metrics import ProcessMetrics
+from gateway.metrics.runtime_gauges import Inside
+from gateway.metrics.trial_metrics import Trials
+
+MODEL = Label("model", 256)
+CODE = Label("code", 32)
+REASON = Label("reason", 64)
+RESUMED = Label("result", 16)
+STAGE = Label("stage", 16)
+PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
+VERSION = Label("version", 2)
+HASH = Label("hash", 2)
+ROLE = Label("role", 4)
+OUTCOME = Label("outcome", 16)
+DECISION = Label("decision", 4)
+DIRECTION = Label("direction", 2)
+CLASS = Label("class", 33)
+KEPT = Label("kept", 8)
+TENANT = Label("tenant", 64)
+TIER = Label("tier", 64)
+CAUSE = Label("cause", 4)
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""vLLM's buckets, so that histograms of the gateway and of engines are comparable."""
+
+TPOT_BUCKETS_S = (
+    *(0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""The buckets of vLLM and OpenTelemetry, with finer ones below."""
+
+E2E_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""vLLM's buckets for request durations."""
+
+RATIO_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+"""Relative errors from 1 % to 1000 %."""
+
+OVERHEAD_BUCKETS_S = (
+    *(0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.003),
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+"""Latency that the gateway adds: 50 us to 1 s."""
+
+
+class Metrics:
+    """All metrics of one gateway process. Created by the composition root and passed down.
+
+    An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
+    endpoint)`), else its single child. `pools` returns the pools of endpoints and models; called at
+    each scrape.
+    """
+
+    def __init__(self) -> None:
+        meters = self._meters = Meters()
+        self._process_metrics = ProcessMetrics()
+        self.pools: Callable[[], Pools] = dict
+        self._requests(meters.section(Row.REQUESTS, "telemetry/accounting.py"))
+        self._latency(meters.section(Row.LATENCY, "telemetry/accounting.py"))
+        self._promises(meters.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
+        self._admission(meters.section(Row.ADMISSION, "admission/controller.py"))
+        self._endpoints(meters.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
+        self._tokens(meters.section(Row.CACHE, "telemetry/accounting.py"))
+        self._split(meters.section(Row.SPLIT, "disagg/handoffs.py"))
+        self._shared(meters.section(Row.SHARED, "peers/sync_loop.py"))
+        self._process(
+            meters.section(Row.CONFIGURATION, "reload/reloader.py"),
+            meters.section(Row.PROCESS, "app.py"),
+        )
+        self.inside = Inside(meters)
+        self.trials = Trials(meters, TTFT_BUCKETS_S)
+
+    def render(self) -> bytes:
+        """Render a scrape in the Prometheus text format."""
+        return page(self.readings(), exemplars=False)
+
+    def readings(self, unix_offset: float | None = None) -> Iterator[Reading]:
+        """Yield the families one by one, so that the server can interleave its streams.
+
+        unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars;
+                     None leaves exemplars out
+        """
+        families = self._meters.readings(self.pools(), unix_offset)
+        return chain(families, self._process_metrics.readings())
+
+    def catalogue(self) -> tuple[Spec, ...]:
+        """Return the specifications of all families, in order."""
+        return tuple(family.spec for family in self._meters.families)
+
+    def forget_endpoint(self, endpoint: str) -> None:
+        """Drop the series of a removed endpoint."""
+        for family in self._meters.families:
+            for label in family.spec.labels:
+                if label in (ENDPOINT, PREFILL, DECODE):
+                    family.forget(label.name, endpoint)
+
+    def _requests(self, meters: Section) -> None:
+        self.requests_total: Family[Counter] = meters.counter(
+            "penstock_requests_total",
+            "Requests by HTTP status (499: the client disconnected) and reason of the response.",
+            *(MODEL, CODE, REASON),
+        )
+        self.shed_total: Family[Counter] = meters.counter(
+            "penstock_shed_total",
+            "Requests refused by admission control or a quota, by reason and service class.",
+            *(REASON, CLASS),
+        )
+        self.retries_total: Family[Counter] = meters.counter(
+            "penstock_retries_total",
+            "Retries on another endpoint before the first byte, by the failure of the previous "
+            "attempt.",
+            KIND,
+        )
+        self.hedges_total: Family[Counter] = meters.counter(
+            "penstock_hedges_total",
+            "Requests also sent to a second endpoint because their first byte was late, by second "
+            "endpoint.",
+            ENDPOINT,
+        )
+        self.resumes_total: Family[Counter] = meters.counter(
+            "penstock_resumes_total",
+            "Streams that broke after their first byte, by failure and result: resumed on another "
+            "endpoint, closed (only the end of the stream was missing), broke again, or why they "
+            "were not resumed. Only for models with resume.",
+            *(REASON, RESUMED),
+        )
+        self.retry_budget_remaining: Gauge = meters.gauge(
+            "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows now."
+        ).labels()
+        self.client_disconnects_total: Family[Counter] = meters.counter(
+            "penstock_client_disconnects_total",
+            "Clients that disconnected before their response was complete, by stage.",
+            STAGE,
+        )
+
+    def _latency(self, meters: Section) -> None:
+        self.ttft_seconds: Family[Histogram] = meters.histogram(
+            "penstock_ttft_seconds",
+            "Time from the last byte of the request to the first token sent to the client.",
+            TTFT_BUCKETS_S,
+            *(MODEL, ENDPOINT),
+            marked=True,
+        )
+        self.tpot_seconds: Family[Histogram] = meters.histogram(
+            "penstock_tpot_seconds",
+            "Mean time per output token after the first, one observation per request.",
+            TPOT_BUCKETS_S,
+            *(MODEL, ENDPOINT),
+            marked=True,
+        )
+        self.itl_seconds: Histogram = meters.histogram(
+            "penstock_itl_seconds",
+            "Time between two chunks of a stream as received from the engine; sampled for one "
+            "request in 32.",
+            TPOT_BUCKETS_S,
+        ).labels()
+        self.e2e_seconds: Family[Histogram] = meters.histogram(
+            "penstock_e2e_seconds",
+            "Time from the last byte of the request to the last byte of the response.",
+            E2E_BUCKETS_S,
+            MODEL,
+        )
+        self.queue_seconds: Family[Histogram] = meters.histogram(
+            "penstock_queue_seconds",
+            "Time that a request waited for admission.",
+            TTFT_BUCKETS_S,
+            POOL,
+        )
+        self.overhead_seconds: Histogram = meters.histogram(
+            "penstock_overhead_seconds",
+            "Time in the gateway from the last byte of the request to its dispatch, without "
+            "queueing.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
+        self.shed_seconds: Histogram = meters.histogram(
+            "penstock_shed_seconds",
+            "Time from the last byte of a request to its refusal by admission control, with "
+            "queueing.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
+
+    def _promises(self, meters: Section) -> None:
+        self.goodput_total: Family[Counter] = meters.counter(
+            "penstock_goodput_total",
+            "Requests by service class and SLO outcome: met, ttft_missed, tpot_missed, "
+            "both_missed, failed, shed. Responses that are not streamed are judged by their total "
+            "time. `tenant` is empty unless observability.tenants is set.",
+            *(CLASS, KEPT, TENANT, MODEL),
+        )
+        self.overflow_total: Family[Counter] = meters.counter(
+            "penstock_overflow_total",
+            "Requests served by a smaller model instead of being refused.",
+            *(MODEL, TIER),
+        )
+        self.ttft_prediction_error_ratio: Histogram = meters.histogram(
+            "penstock_ttft_prediction_error_ratio",
+            "Relative error of the predicted time from pick to first token; streamed responses "
+            "only.",
+            RATIO_BUCKETS,
+        ).labels()
+        self.pick_regret_seconds: Histogram = meters.histogram(
+            "penstock_pick_regret_seconds",
+            "Predicted time to first token at the picked endpoint minus that at the fastest one; "
+            "sampled for one pick in 32.",
+            TTFT_BUCKETS_S,
+        ).labels()
+        self.prefill_tokens_total: Family[Counter] = meters.counter(
+            "penstock_prefill_tokens_total",
+            "Prompt tokens computed under a prefix-aware policy, by cause: never_seen, spread "
+            "(cached at another endpoint), evicted (no longer cached at the picked endpoint). The "
+            "last two are avoidable.",
+            CAUSE,
+        )
+
+    def _admission(self, meters: Section) -> None:
+        self.waiting: Family[Gauge] = meters.gauge(
+            "penstock_waiting", "Requests waiting for admission to a pool.", POOL
+        )
+        self.queued_tokens: Family[Gauge] = meters.gauge(
+            "penstock_queued_tokens",
+            "Prompt tokens of the requests waiting for admission to a pool.",
+            POOL,
+        )
+        self.admission_price: Family[Gauge] = meters.gauge(
+            "penstock_admission_price",
+            "Price that a pool's admission sets for a typical request, in units of request value; "
+            "0 without congestion.",
+            POOL,
+            merge=Merge.MAX,
+        )
+        self.admission_phi: Family[Gauge] = meters.gauge(
+            "penstock_admission_session_share",
+            "Share of a pool's KV memory that running sessions may fill before new ones are "
+            "refused.",
+            POOL,
+            merge=Merge.MIN,
+        )
+
+    def _endpoints(self, meters: Section) -> None:
+        self.inflight: Family[Gauge] = meters.gauge(
+            "penstock_inflight",
+            "Requests that this gateway has booked on an endpoint and that have not ended.",
+            ENDPOINT,
+        )
+        self.endpoint_up: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_up",
+            "1 while an endpoint may be picked, 0 while it is dead, drained, ejected, or new and "
+            "not yet probed. Failed and new endpoints make up at most half a pool: further ones "
+            "may be picked and count 1, except those that refuse connections. An endpoint that "
+            "left the configuration keeps its value until its last response has ended.",
+            ENDPOINT,
+            merge=Merge.MIN,
+        )
+        self.endpoint_slowness: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_slowness_ratio",
+            "Time of an endpoint relative to that of its peers for the same work, while it is "
+            "suspected of being slow or ejected for slowness; else 0.",
+            ENDPOINT,
+            merge=Merge.MAX,
+        )
+        self.ejections_total: Family[Counter] = meters.counter(
+            "penstock_ejections_total", "Ejections of an endpoint, by reason.", *(ENDPOINT, REASON)
+        )
+        self.upstream_errors_total: Family[Counter] = meters.counter(
+            "penstock_upstream_errors_total",
+            "Failures of an endpoint seen by the gateway, by kind; one request may cause several.",
+            *(ENDPOINT, KIND),
+        )
+
+    def _tokens(self, meters: Section) -> None:
+        self.prompt_tokens_total: Family[Counter] = meters.counter(
+            "penstock_prompt_tokens_total",
+            "Prompt tokens of answered requests, as reported by engines.",
+            MODEL,
+        )
+        self.completion_tokens_total: Family[Counter] = meters.counter(
+            "penstock_completion_tokens_total",
+            "Output tokens of answered requests, as reported by engines.",
+            MODEL,
+        )
+        self.cached_tokens_total: Family[Counter] = meters.counter(
+            "penstock_cached_tokens_total", "Prompt tokens that engines reported as cached.", MODEL
+        )
+        self.prefix_lookup_tokens_total: Counter = meters.counter(
+            "penstock_prefix_lookup_tokens_total", "Prompt tokens looked up in the prefix index."
+        ).labels()
+        self.prefix_hit_tokens_total: Counter = meters.counter(
+            "penstock_prefix_hit_tokens_total",
+            "Prompt tokens that the prefix index believed to be cached at the picked endpoint.",
+        ).labels()
+        self.prefix_index_bytes: Gauge = meters.gauge(
+            "penstock_prefix_index_bytes", "Memory of the prefix index."
+        ).labels()
+
+    def _split(self, meters: Section) -> None:
+        self.split_decisions_total: Family[Counter] = meters.counter(
+            "penstock_split_decisions_total",
+            "Attempts at requests of models with a split, by decision (split, whole) and reason.",
+            *(DECISION, REASON),
+        )
+        self.split_legs_total: Family[Counter] = meters.counter(
+            "penstock_split_legs_total",
+            "Legs of split requests, by role and outcome.",
+            *(ROLE, OUTCOME),
+        )
+        self.split_stage_seconds: Family[Histogram] = meters.histogram(
+            "penstock_split_stage_seconds",
+            "Stages of the time to first token of split requests: queue (until the pick), prefill "
+            "(until its response is complete), transfer (until the decode endpoint's first byte), "
+            "first_token.",
+            TTFT_BUCKETS_S,
+            STAGE,
+        )
+        self.split_handoff_seconds: Family[Histogram] = meters.histogram(
+            "penstock_split_handoff_seconds",
+            "Time from the end of prefill to the first decoded token: KV transfer and the first "
+            "step.",
+            TTFT_BUCKETS_S,
+            MODEL,
+        )
+        self.split_leases_given_up_total: Family[Counter] = meters.counter(
+            "penstock_split_leases_given_up_total",
+            "Handoffs whose KV was freed unread because no decode endpoint was left for it, by "
+            "reason.",
+            REASON,
+        )
+        self.split_pairs_total: Family[Counter] = meters.counter(
+            "penstock_split_pairs_total",
+            "Attempts of a prefill and a decode endpoint at a request, by result: served, failed.",
+            *(PREFILL, DECODE, RESULT),
+        )
+
+    def _shared(self, meters: Section) -> None:
+        self.shared_up: Gauge = meters.gauge(
+            "penstock_shared_up",
+            "1 while this gateway is connected to the others; 0 without shared state.",
+            merge=Merge.MIN,
+        ).labels()
+        self.shared_staleness_seconds: Gauge = meters.gauge(
+            "penstock_shared_staleness_seconds",
+            "Time since messages of other gateways could last be received.",
+            merge=Merge.MAX,
+        ).labels()
+        self.shared_peers: Gauge = meters.gauge(
+            "penstock_shared_peers",
+            "Other gateways that sent a message within the last two seconds.",
+            merge=Merge.MIN,
+        ).labels()
+        self.shared_messages_total: Family[Counter] = meters.counter(
+            "penstock_shared_messages_total",
+            "Messages between gateways, by kind and direction (in, out).",
+            *(KIND, DIRECTION),
+        )
+        self.shared_dropped_total: Family[Counter] = meters.counter(
+            "penstock_shared_dropped_total",
+            "Messages between gateways that were dropped, by reason: forged, replayed, foreign, "
+            "malformed, too_long, late, backlog, inbox, block_bytes, unknown_endpoint.",
+            REASON,
+        )
+        self.blind_picks_total: Counter = meters.counter(
+            "penstock_blind_picks_total",
+            "Prefix-aware picks before this gateway had received the others' prefix index.",
+        ).labels()
+
+    def _process(self, meters: Section, process: Section) -> None:
+        self.config_version_info: Family[Gauge] = meters.gauge(
+            "penstock_config_version_info",
+            "1 for the configuration in force, by version and hash of its text.",
+            *(VERSION, HASH),
+            merge=Merge.LAST,
+        )
+        self.config_reload_total: Family[Counter] = meters.counter(
+            "penstock_config_reload_total",
+            "Configuration changes by result: applied, unchanged, rejected, rolled_back (by "
+            "auto_rollback).",
+            RESULT,
+        )
+        self.config_last_reload_successful: Gauge = meters.gauge(
+            "penstock_config_last_reload_successful",
+            "0 after a rejected configuration change, until the next successful one.",
+            merge=Merge.MIN,
+        ).labels()
+        self.config_applied_timestamp_seconds: Gauge = meters.gauge(
+            "penstock_config_applied_timestamp_seconds",
+            "Unix time at which the configuration in force was applied.",
+            merge=Merge.MAX,
+        ).labels()
+        self.config_swap_seconds: Histogram = meters.histogram(
+            "penstock_config_swap_seconds",
+            "Time that the event loop was blocked to put a new configuration in force.",
+            OVERHEAD_BUCKETS_S,
+        ).labels()
+        self.loop_lag_seconds: Histogram = process.histogram(
+            "penstock_loop_lag_seconds", "Delay of a timer of the event loop.", OVERHEAD_BUCKETS_S
+        ).labels()
+        self.bytes_out_total: Counter = process.counter(
+            "penstock_bytes_out_total", "Bytes of responses sent to clients."
+        ).labels()
+        self.open_streams: Gauge = process.gauge(
+            "penstock_open_streams", "Requests admitted and not yet ended."
+        ).labels()

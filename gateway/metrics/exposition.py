@@ -1,0 +1,111 @@
+"""Renders metrics in Prometheus' text format, or in OpenMetrics', which supports exemplars.
+
+Readings come from telemetry/metric_types.py and gateway/workers/metrics_merge.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    Exemplar,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as PROMETHEUS
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.registry import Collector
+
+from gateway.metrics.metric_types import Buckets, Mark, Reading, Spec
+
+EOF = b"# EOF\n"
+
+_FAMILIES: Mapping[str, Callable[..., Metric]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Whether a scraper with this Accept header should receive OpenMetrics."""
+    return "application/openmetrics-text" in accept
+
+
+def content_type(*, exemplars: bool) -> str:
+    """Return the Content-Type of a page; a page with exemplars is OpenMetrics."""
+    return OPENMETRICS if exemplars else PROMETHEUS
+
+
+def page(readings: Iterable[Reading], *, exemplars: bool) -> bytes:
+    """Render a whole page."""
+    families = b"".join(text(reading, exemplars=exemplars) for reading in readings)
+    return families + end(exemplars=exemplars)
+
+
+def end(*, exemplars: bool) -> bytes:
+    """Return the last line of a page."""
+    return EOF if exemplars else b""
+
+
+def text(reading: Reading, *, exemplars: bool) -> bytes:
+    """Render one metric family."""
+    collector = _SingleFamily(_metric(reading, exemplars=exemplars))
+    if not exemplars:
+        return generate_latest(collector)
+    rendered: bytes = openmetrics(collector)  # type: ignore[no-untyped-call]
+    return rendered.removesuffix(EOF)
+
+
+class _SingleFamily(Collector):
+    """A collector of one family, since prometheus-client renders only collectors."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._metric,)
+
+
+def _metric(reading: Reading, *, exemplars: bool) -> Metric:
+    spec = reading.spec
+    metric = _FAMILIES[spec.kind](spec.name, spec.help, labels=spec.exposed, unit=spec.unit)
+    for labels, value in reading.values.items():
+        if isinstance(value, Buckets):
+            if isinstance(metric, HistogramMetricFamily):
+                buckets = _cumulative(spec, value, exemplars=exemplars)
+                metric.add_metric(labels, buckets, value.sum)
+        elif isinstance(metric, CounterMetricFamily | GaugeMetricFamily):
+            metric.add_metric(labels, value)
+    return metric
+
+
+def _cumulative(
+    spec: Spec, buckets: Buckets, *, exemplars: bool
+) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Return (upper bound, observations up to it) per bucket, +Inf last.
+
+    With exemplars, a bucket's newest request is added where it is known.
+    """
+    total = 0
+    rows: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    bounds = (*map(repr, spec.buckets), "+Inf")
+    marks = buckets.marks if exemplars and buckets.marks else [None] * len(buckets.counts)
+    for bound, count, mark in zip(bounds, buckets.counts, marks, strict=True):
+        total += count
+        if mark is None:
+            rows.append((bound, float(total)))
+        else:
+            rows.append((bound, float(total), _exemplar(mark)))
+    return rows
+
+
+def _exemplar(mark: Mark) -> Exemplar:
+    value, time, request_id, trace_id = mark
+    labels = {"request_id": request_id}
+    if trace_id:
+        labels["trace_id"] = trace_id
+    return Exemplar(labels, value, time)

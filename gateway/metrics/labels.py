@@ -1,0 +1,27 @@
+"""Labels that several parts of the catalogue use, and the rows of the dashboards."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from gateway.metrics.metric_types import Label
+
+ENDPOINT = Label("endpoint", 1024)
+POOL = Label("pool", 128)
+KIND = Label("kind", 32)
+RESULT = Label("result", 8)
+
+
+class Row(StrEnum):
+    """A row of a dashboard; tools/monitoring/dashboards.py assigns rows to dashboards."""
+
+    REQUESTS = "Requests"
+    LATENCY = "Latency"
+    PROMISES = "Service level objectives"
+    ADMISSION = "Admission"
+    ENDPOINTS = "Endpoints"
+    CACHE = "Prefix cache"
+    SPLIT = "Split requests and KV transfer"
+    SHARED = "Several gateways"
+    CONFIGURATION = "Configuration"
+    PROCESS = "Process"

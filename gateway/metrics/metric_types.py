@@ -1,0 +1,360 @@
+"""Counters, gauges and histograms whose update costs a list increment. Pure: no I/O, no clock.
+
+Lives here: the mechanism. Not here: which metrics exist (gateway/metrics/catalogue.py), the text of a scrape
+(gateway/metrics/exposition.py) and the process_* metrics (process_metrics.py).
+
+prometheus-client's histograms take a lock and 2.3 us per observation. A gateway runs in one thread,
+so these keep plain lists. The event loop's thread owns all values: a scrape from another thread
+could read a half-updated histogram.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import msgspec
+
+from gateway.metrics.quantile_sketch import bucket_of
+
+OTHER = "other"
+"""Label value that stands for all values beyond the label's cap."""
+
+
+class Label(msgspec.Struct, frozen=True):
+    """A label, and how many values it may have before further ones become OTHER."""
+
+    name: str
+    cap: int = 64
+
+
+class Merge(StrEnum):
+    """How the series of several processes are merged into one."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+POOL = "pool"
+TELL_POOLS = ("endpoint", "prefill", "model")
+"""Labels that determine the pool, the most reliable first."""
+
+Pools = Mapping[tuple[str, str], str]
+"""The pool of each (label, value)."""
+
+UNITS = ("seconds", "bytes", "tokens", "ratio")
+
+Mark = tuple[float, float, str, str]
+"""An exemplar: the value, its time (monotonic seconds), the request id, and the trace id or ""."""
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """The specification of a family.
+
+    Its documentation, dashboard panel and merging are derived from it.
+
+    buckets        upper bounds, ascending, without +Inf
+    owner          the module that updates it
+    row            the dashboard row that shows it
+    has_exemplars  each bucket stores its newest request, and a sketch gives exact quantiles
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+    owner: str = ""
+    row: str = ""
+    merge: Merge = Merge.SUM
+    marked: bool = False
+
+    @property
+    def pool_of(self) -> str | None:
+        """The label that determines the pool, which a scrape adds; None if there is none."""
+        names = [label.name for label in self.labels]
+        if POOL in names:
+            return None
+        return next((name for name in TELL_POOLS if name in names), None)
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """The names of the labels in a scrape."""
+        names = tuple(label.name for label in self.labels)
+        return names if self.pool_of is None else (*names, POOL)
+
+    @property
+    def unit(self) -> str:
+        """The base unit, which is the name's suffix; "" for plain counts."""
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in UNITS else ""
+
+
+class Buckets(msgspec.Struct, frozen=True, array_like=True):
+    """The value of a histogram: observations per bucket (not cumulative) and their sum.
+
+    exemplars  the newest request of each bucket, with Unix time; empty unless requested
+    """
+
+    counts: list[int]
+    sum: float
+    marks: list[Mark | None] = []
+
+
+Values = dict[tuple[str, ...], float | Buckets]
+
+
+class Reading(msgspec.Struct, frozen=True, array_like=True):
+    """The values of a family at one moment, by the values of `spec.exposed_labels`."""
+
+    spec: Spec
+    values: Values
+
+
+class Counter:
+    """A value that only grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add `amount` (>= 0)."""
+        self.value += amount
+
+    def read(self) -> float:
+        """Return the value for a scrape."""
+        return self.value
+
+
+class Gauge:
+    """A value that goes up and down, or the result of a function called at each scrape."""
+
+    __slots__ = ("_function", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._function: Callable[[], float | None] | None = None
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+    def follow(self, function: Callable[[], float | None]) -> None:
+        """Call `function` at each scrape from now on. It must be fast and must not raise.
+
+        While it returns None, the series is not exposed.
+        """
+        self._function = function
+
+    def read(self) -> float | None:
+        """Return the value for a scrape; None if there is nothing to expose."""
+        return self.value if self._function is None else self._function()
+
+
+class Histogram:
+    """Observations in buckets: counts[i] counts (bounds[i-1], bounds[i]], the last one all above.
+
+    exemplars  the newest request of each bucket
+    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for quantiles; updated by
+               observe_request() only
+    """
+
+    __slots__ = ("_bounds", "counts", "marks", "sketch", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.marks: list[Mark | None] = []
+        self.sketch: defaultdict[int, int] = defaultdict(int)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count `value`, in the unit of the family's name."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def mark(self, mark: Mark) -> None:
+        """Count the exemplar's value, and store it as the newest of its bucket."""
+        value = mark[0]
+        index = bisect_left(self._bounds, value)
+        self.counts[index] += 1
+        self.sum += value
+        self.sketch[bucket_of(value)] += 1
+        if not self.marks:
+            self.marks = [None] * len(self.counts)
+        self.marks[index] = mark
+
+    def buckets(self, unix_offset: float | None = None) -> Buckets:
+        """Return the current value; with exemplars if `unix_offset` is given.
+
+        unix_offset  Unix time minus monotonic time, to convert the exemplars' times
+        """
+        marks: list[Mark | None] = []
+        if unix_offset is not None:
+            marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.marks]
+        return Buckets(self.counts.copy(), self.sum, marks)
+
+
+def _at_unix_time(mark: Mark, unix_offset: float) -> Mark:
+    value, observed_at, request_id, trace_id = mark
+    return value, round(unix_offset + observed_at, 3), request_id, trace_id
+
+
+Meter = TypeVar("Meter", Counter, Gauge, Histogram)
+
+
+class Family(Generic[Meter]):
+    """One metric with its labelled children.
+
+    Look a child up once and keep it: updates are then cheap.
+    """
+
+    __slots__ = ("_children", "_create", "_label_values", "spec")
+
+    def __init__(self, spec: Spec, create: Callable[[], Meter]) -> None:
+        self.spec = spec
+        self._create: Callable[[], Meter] = create
+        self._children: dict[tuple[str, ...], Meter] = {}
+        self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
+
+    def labels(self, *values: str) -> Meter:
+        """Return the child for these label values, in spec order; created on first use."""
+        child = self._children.get(values)
+        return child if child is not None else self._add(values)
+
+    def forget(self, label: str, value: str) -> None:
+        """Remove every child whose `label` is `value`, and free its place below the label's cap."""
+        index = [spec_label.name for spec_label in self.spec.labels].index(label)
+        self._label_values[index].discard(value)
+        self._children = {
+            values: child for values, child in self._children.items() if values[index] != value
+        }
+
+    def clear(self) -> None:
+        """Remove every child."""
+        self._children = {}
+        for values in self._label_values:
+            values.clear()
+
+    def children(self) -> Iterator[tuple[tuple[str, ...], Meter]]:
+        """Yield (label values, child) in order of creation."""
+        return iter(self._children.items())
+
+    def _add(self, values: tuple[str, ...]) -> Meter:
+        if len(values) != len(self.spec.labels):
+            raise ValueError(
+                f"{self.spec.name} has {len(self.spec.labels)} labels, not {len(values)}"
+            )
+        capped = tuple(map(self._capped, self.spec.labels, self._label_values, values))
+        return self._children.setdefault(capped, self._create())
+
+    @staticmethod
+    def _capped(label: Label, known: set[str], value: str) -> str:
+        if value not in known and len(known) >= label.cap:
+            return OTHER
+        known.add(value)
+        return value
+
+
+AnyFamily = Family[Counter] | Family[Gauge] | Family[Histogram]
+
+
+class Section:
+    """Creates the families of one owner that belong to one dashboard row."""
+
+    __slots__ = ("_families", "_owner", "_row")
+
+    def __init__(self, families: list[AnyFamily], row: str, owner: str) -> None:
+        self._families = families
+        self._row = row
+        self._owner = owner
+
+    def counter(self, name: str, text: str, *labels: Label) -> Family[Counter]:
+        """Create a family of counters. Raises ValueError unless the name ends in _total.
+
+        With the suffix the Prometheus and OpenMetrics names agree.
+        """
+        if not name.endswith("_total"):
+            raise ValueError(f"counter {name} must end in _total")
+        family = Family(self._spec(name, "counter", text, labels), Counter)
+        self._families.append(family)
+        return family
+
+    def gauge(
+        self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM
+    ) -> Family[Gauge]:
+        """Create a family of gauges. The values of several processes are merged by `merge`."""
+        spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
+        family = Family(spec, Gauge)
+        self._families.append(family)
+        return family
+
+    def histogram(
+        self,
+        name: str,
+        text: str,
+        bounds: tuple[float, ...],
+        *labels: Label,
+        marked: bool = False,
+    ) -> Family[Histogram]:
+        """Create a family of histograms with ascending upper `bounds`."""
+        spec = self._spec(name, "histogram", text, labels)
+        spec = msgspec.structs.replace(spec, buckets=bounds, marked=marked)
+        family = Family(spec, lambda: Histogram(bounds))
+        self._families.append(family)
+        return family
+
+    def _spec(self, name: str, kind: str, text: str, labels: tuple[Label, ...]) -> Spec:
+        return Spec(name, kind, text, labels, owner=self._owner, row=self._row)
+
+
+class Meters:
+    """The metric families of one process. There is no global registry."""
+
+    def __init__(self) -> None:
+        self.families: list[AnyFamily] = []
+
+    def section(self, row: str, owner: str) -> Section:
+        """Return a factory for the families that `owner`, a module path, updates."""
+        return Section(self.families, row, owner)
+
+    def readings(self, pools: Pools, unix_offset: float | None = None) -> Iterator[Reading]:
+        """Yield the values of each family.
+
+        pools        the pool of each endpoint and model, for the pool label
+        unix_offset  Unix time minus monotonic time; if given, buckets have exemplars
+        """
+        for family in self.families:
+            values = _values(family, unix_offset)
+            if family.spec.pool_of is not None:
+                values = _with_pools(family.spec, values, pools)
+            yield Reading(family.spec, values)
+
+
+def _with_pools(spec: Spec, values: Values, pools: Pools) -> Values:
+    """Add the pool label to each series: "", which equals no label, where there is no pool."""
+    names = [label.name for label in spec.labels]
+    index = names.index(spec.pool_of or "")
+    return {
+        (*labels, pools.get((names[index], labels[index]), "")): value
+        for labels, value in values.items()
+    }
+
+
+def _values(family: AnyFamily, unix_offset: float | None) -> Values:
+    values: Values = {}
+    for labels, child in family.children():
+        if isinstance(child, Histogram):
+            values[labels] = child.buckets(unix_offset if family.spec.marked else None)
+        elif (value := child.read()) is not None:
+            values[labels] = value
+    return values

@@ -1,0 +1,31 @@
+"""The standard process_* metrics: memory, CPU time and file descriptors of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.process_collector import ProcessCollector
+
+from gateway.metrics.metric_types import Merge, Reading, Spec
+
+
+class ProcessMetrics:
+    """Reads the metrics of this process from /proc. No global registry is used."""
+
+    __slots__ = ("_collector",)
+
+    def __init__(self) -> None:
+        self._collector = ProcessCollector(registry=None)
+
+    def readings(self) -> Iterator[Reading]:
+        return map(_reading, self._collector.collect())
+
+
+def _reading(metric: Metric) -> Reading:
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    # The start of a group of processes is the start of its first one.
+    is_start = metric.name == "process_start_time_seconds"
+    merge = Merge.MIN if is_start else Merge.SUM
+    spec = Spec(name, metric.type, metric.documentation, merge=merge)
+    return Reading(spec, {(): metric.samples[0].value})

@@ -1,0 +1,67 @@
+"""Quantile sketch: quantiles with 1 % relative error in bounded memory, from logarithmic buckets.
+
+Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99; it is represented by the value
+within 1 % of all of them. Counts of several processes, or of two moments, are added and subtracted
+per bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed range instead of
+collapsing buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import ceil, log
+
+RELATIVE_ERROR = 0.01
+LEAST, MOST = 1e-6, 1e5
+"""The range in seconds: values outside count as the nearest bound. It has 1,268 buckets."""
+
+_GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_PER_LOG = 1 / log(_GROWTH)
+
+Counts = Mapping[int, int]
+"""Observations by bucket; empty buckets are absent."""
+
+NONE: Counts = {}
+
+
+def bucket_of(value: float) -> int:
+    """Return the bucket that counts `value`."""
+    return ceil(log(LEAST if value < LEAST else value if value < MOST else MOST) * _PER_LOG)
+
+
+def value_of(bucket: int) -> float:
+    """Return the value that represents a bucket: at most 1 % from every value in it."""
+    return float(_GROWTH**bucket * (1 - RELATIVE_ERROR))
+
+
+def quantile(counts: Counts, share: float) -> float | None:
+    """Return the value that `share` of the observations do not exceed; None if empty."""
+    wanted, below = share * sum(counts.values()), 0
+    for bucket in sorted(counts):
+        below += counts[bucket]
+        if below >= wanted:
+            return value_of(bucket)
+    return None
+
+
+def merged(parts: Iterable[Counts]) -> Counts:
+    """Add the counts of all parts, so that quantiles are exact and not means of quantiles."""
+    total: dict[int, int] = {}
+    for part in parts:
+        for bucket, count in part.items():
+            total[bucket] = total.get(bucket, 0) + count
+    return total
+
+
+def grown(after: Counts, before: Counts) -> Counts:
+    """Return the observations between two moments of a sketch; a reset sketch counts from zero."""
+    if any(count > after.get(bucket, 0) for bucket, count in before.items()):
+        return after
+    return {
+        bucket: added for bucket, count in after.items() if (added := count - before.get(bucket, 0))
+    }
+
+
+def rounded(seconds: float | None) -> float | None:
+    """Round to 10 us for display; None stays None."""
+    return None if seconds is None else round(seconds, 5)

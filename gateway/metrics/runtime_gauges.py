@@ -1,0 +1,205 @@
+"""Gauges that are computed at a scrape from live state, and cost nothing in between.
+
+Not here: metrics that events update (gateway/metrics/catalogue.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.metrics.labels import ENDPOINT, RESULT, Row
+from gateway.metrics.metric_types import (
+    Counter,
+    Family,
+    Gauge,
+    Label,
+    Merge,
+    Meters,
+    Pools,
+    Section,
+)
+from gateway.util.version import is_compiled, own_version
+from policies.health.health import State
+
+if TYPE_CHECKING:
+    from policies.health.health import Health
+    from policies.load import EndpointLoad
+    from policies.model import Endpoint
+
+STATE = Label("state", len(State) + 1)
+LIMIT = Label("limit", 4)
+LISTENER = Label("listener", 2)
+BUILD = (Label("version", 2), Label("compiled", 2))
+
+
+class ObservedUpstream(Protocol):
+    """The connections to one engine."""
+
+    def silence_s(self, now: float, /) -> float:
+        """Return for how many seconds the engine has sent nothing while requests wait for it."""
+
+
+class ObservedEndpoint(Protocol):
+    """A live endpoint as its gauges read it."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+    @property
+    def load(self) -> EndpointLoad: ...
+    @property
+    def health(self) -> Health: ...
+    @property
+    def upstream(self) -> ObservedUpstream: ...
+
+
+class PooledModel(Protocol):
+    """A model name and the pool that serves it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+
+
+def pools(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) -> Pools:
+    """Return the pool of every endpoint and model, for the pool label of a scrape."""
+    by_label = {("model", model.name): model.pool for model in models}
+    for live in endpoints:
+        name, pool = live.endpoint.name, live.endpoint.pool
+        by_label["endpoint", name] = by_label["prefill", name] = pool
+    return by_label
+
+
+def _state_function(live: ObservedEndpoint, state: State) -> Callable[[], float]:
+    return lambda: float(live.health.state is state)
+
+
+class Inside:
+    """Families whose children are functions of live objects, attached by the objects' owners."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
+        self._process(meters.section(Row.PROCESS, "metrics/runtime_gauges.py"))
+        self.split_live: Gauge = (
+            meters.section(Row.SPLIT, "disagg/handoffs.py")
+            .gauge(
+                "penstock_split_live",
+                "Running split requests, which hold KV memory at one endpoint or both.",
+            )
+            .labels()
+        )
+        self.trace_spans_total: Family[Counter] = meters.section(
+            Row.PROCESS, "telemetry/otlp.py"
+        ).counter(
+            "penstock_trace_spans_total",
+            "Spans of traced requests by result: exported, dropped (the queue was full), failed "
+            "(not accepted by the collector).",
+            RESULT,
+        )
+
+    def follow(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
+        """Attach the gauges of an endpoint."""
+        name, load, others = live.endpoint.name, live.load, live.load.others
+        for state in State:
+            self.endpoint_state.labels(name, state).follow(_state_function(live, state))
+        self.endpoint_progress_age.labels(name).follow(lambda: live.upstream.silence_s(clock()))
+        self.endpoint_running.labels(name).follow(lambda: load.running)
+        self.endpoint_waiting.labels(name).follow(lambda: load.waiting)
+        self.endpoint_kv_usage.labels(name).follow(lambda: load.kv_usage)
+        self.endpoint_prefill_tokens.labels(name).follow(
+            lambda: float(load.prefill_tokens - others.prefill_tokens)
+        )
+        self.endpoint_decode_tokens.labels(name).follow(
+            lambda: float(load.decode_tokens - others.decode_tokens)
+        )
+        self.endpoint_scrape_age.labels(name).follow(
+            lambda: None if load.scraped_at is None else clock() - load.scraped_at
+        )
+
+    def _endpoint(self, meters: Section) -> None:
+        self.endpoint_state: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_state",
+            "1 for the current health state of an endpoint (up, ejected, dead, returning), 0 for "
+            "the others.",
+            *(ENDPOINT, STATE),
+            merge=Merge.MAX,
+        )
+        self.endpoint_progress_age: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_progress_age_seconds",
+            "Time since an endpoint with requests in flight last sent a byte; 0 while no request "
+            "waits for it.",
+            ENDPOINT,
+            merge=Merge.MIN,
+        )
+        self.endpoint_running: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_running",
+            "Requests in the engine's batch, as reported by it.",
+            ENDPOINT,
+            merge=Merge.LAST,
+        )
+        self.endpoint_waiting: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_waiting",
+            "Requests in the engine's queue, as reported by it.",
+            ENDPOINT,
+            merge=Merge.LAST,
+        )
+        self.endpoint_kv_usage: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_kv_usage_ratio",
+            "Share of the engine's KV memory in use, as reported by it.",
+            ENDPOINT,
+            merge=Merge.LAST,
+        )
+        self.endpoint_prefill_tokens: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_prefill_backlog_tokens",
+            "Prompt tokens of requests at an endpoint that have not received their first token.",
+            ENDPOINT,
+        )
+        self.endpoint_decode_tokens: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_context_tokens",
+            "Prompt tokens of the requests that an endpoint is decoding.",
+            ENDPOINT,
+        )
+        self.endpoint_scrape_age: Family[Gauge] = meters.gauge(
+            "penstock_endpoint_scrape_age_seconds",
+            "Age of the load that an endpoint last reported.",
+            ENDPOINT,
+            merge=Merge.MIN,
+        )
+
+    def _process(self, meters: Section) -> None:
+        self.connections: Gauge = meters.gauge(
+            "penstock_connections", "Open client connections."
+        ).labels()
+        self.connections_refused_total: Family[Counter] = meters.counter(
+            "penstock_connections_refused_total",
+            "Client connections closed, or their unread bytes dropped, by the limit that was "
+            "reached.",
+            LIMIT,
+        )
+        self.tls_handshake_failures_total: Family[Counter] = meters.counter(
+            "penstock_tls_handshake_failures_total",
+            "TLS handshakes of clients that failed or timed out, by listener: api, admin.",
+            LISTENER,
+        )
+        self.tls_not_after: Family[Gauge] = meters.gauge(
+            "penstock_tls_certificate_not_after_timestamp_seconds",
+            "Unix time at which the first of a listener's certificates in use expires.",
+            LISTENER,
+            merge=Merge.MIN,
+        )
+        self.body_bytes: Gauge = meters.gauge(
+            "penstock_body_bytes", "Memory of request bodies that a retry may need."
+        ).labels()
+        self.tasks: Gauge = meters.gauge(
+            "penstock_tasks",
+            "Tasks of the event loop: a few per endpoint; most requests need none.",
+        ).labels()
+        self.log_lines_dropped_total: Counter = meters.counter(
+            "penstock_log_lines_dropped_total",
+            "Access log lines that could not be written, for example to a full disk or a blocked "
+            "pipe.",
+        ).labels()
+        text = "1, by the program's version and whether its hot path is compiled."
+        build = meters.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
+        build.labels(own_version(), str(is_compiled()).lower()).set(1)

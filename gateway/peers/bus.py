@@ -1,0 +1,102 @@
+"""The bus interface: how the gateways of one fleet exchange frames.
+
+The messages in them are gateway/peers/view.py's.
+
+Delivery is best-effort: frames may be lost or late, and no sender waits. The frames of one sender
+arrive in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+FRAME_CAP_BYTES = 256 << 10
+"""Longer frames are never sent, and dropped unread when received."""
+
+BACKLOG_CAP_BYTES = 4 << 20
+"""Frames that may wait to be sent; beyond it the oldest is dropped."""
+
+ID_BYTES = 8
+EVERYBODY = bytes(ID_BYTES)
+
+Deliver = Callable[[bytes, float], None]
+"""Receives a frame and its age in seconds. It must return at once and must not raise."""
+
+Drop = Callable[[str], None]
+"""Counts a dropped frame, by reason."""
+
+
+class BusState(msgspec.Struct, frozen=True):
+    """The state of a bus at one moment.
+
+    connected      frames can be sent and received
+    staleness_s    seconds since frames could last be received; 0 while they can
+    backlog_bytes  waiting to be sent
+    gaps           reconnections after which some frames of the meantime were missing
+    problem        why it is not connected; "" while it is, or before the first attempt has failed
+    """
+
+    connected: bool
+    staleness_s: float
+    backlog_bytes: int
+    gaps: int
+    problem: str = ""
+
+
+class Bus(Protocol):
+    """Moves frames between gateways.
+
+    A gateway may receive its own frames and has to ignore them.
+    """
+
+    async def start(self, me: bytes, deliver: Deliver) -> None:
+        """Begin to connect, and return at once. `own_id` is the address of this gateway."""
+        ...
+
+    async def stop(self) -> None:
+        """Send what is waiting if that is possible at once, and disconnect."""
+        ...
+
+    def publish(self, frame: bytes, to: bytes = EVERYBODY) -> None:
+        """Queue a frame for one gateway, or for all. Never blocks and never raises."""
+        ...
+
+    def state(self, now: float) -> BusState: ...
+
+
+class Backlog:
+    """Frames that wait to be sent, with a cap in bytes.
+
+    The oldest is dropped first, and counted.
+    """
+
+    __slots__ = ("_cap_bytes", "_count_drop", "_frames", "bytes")
+
+    def __init__(self, count_drop: Drop, cap_bytes: int = BACKLOG_CAP_BYTES) -> None:
+        self._count_drop = count_drop
+        self._cap_bytes = cap_bytes
+        self._frames: deque[tuple[bytes, bytes]] = deque()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, to: bytes, frame: bytes) -> None:
+        if len(frame) > FRAME_CAP_BYTES:
+            self._count_drop("too_long")
+            return
+        self._frames.append((to, frame))
+        self.bytes += len(frame)
+        while self.bytes > self._cap_bytes:
+            self.take()
+            self._count_drop("backlog")
+
+    def take(self) -> tuple[bytes, bytes]:
+        """Remove and return the oldest as (to, frame)."""
+        to, frame = self._frames.popleft()
+        self.bytes -= len(frame)
+        return to, frame

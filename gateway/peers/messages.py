@@ -1,0 +1,145 @@
+"""The messages between gateways and their encoding: tagged msgpack arrays.
+
+Endpoints, pools, tenants and sessions are named by keyed digests (frame_auth.py). All numbers are
+range-checked by the decoder.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from policies.admission.quota import Spent
+from policies.admission.sessions import Member
+from policies.engine.peer_load import Share
+
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Named = Annotated[int, msgspec.Meta(ge=0)]
+Word = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Prompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt sent to an endpoint, which will hold it.
+
+    blocks, n_bytes  size of its fingerprint
+    keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
+    cached_tokens    if given, the prompt was not computed, and at most so many tokens of it are
+                     cached
+    """
+
+    endpoint: Named
+    blocks: Amount
+    n_bytes: Amount
+    prompt_tokens: Amount
+    keys: bytes
+    kept: Amount | None = None
+
+
+class Picks(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
+    """Prompts in the order in which they were sent, with one block size."""
+
+    block_bytes: Amount
+    prompts: list[Prompt]
+
+
+class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
+    """An endpoint has lost its cache.
+
+    Sent in warm-ups only; otherwise every gateway finds out by itself.
+    """
+
+    endpoint: Named
+
+
+class Confirmed(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
+    """Cached shares of prompts: (endpoint, believed share, share that the engine reported)."""
+
+    answers: list[tuple[Named, Ratio, Ratio]]
+
+
+class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
+    """All bookings of the sender by endpoint; endpoints without any are left out.
+
+    Also the heartbeat.
+
+    is_warm  the sender can warm up other gateways
+    """
+
+    uptime_s: Seconds
+    warm: bool
+    shares: list[tuple[Named, Share]]
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
+    """Changes of endpoints' health as the sender sees it: (endpoint, state, cause)."""
+
+    endpoints: list[tuple[Named, Word, Word]]
+
+
+class Charged(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
+    """Tokens of work done for tenants since the last message: (pool, tenant, tokens)."""
+
+    tenants: list[tuple[Named, Named, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """Quota that tenants have used since the last message: (tenant, use)."""
+
+    tenants: list[tuple[Named, Spent]]
+
+
+class Inside(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
+    """Sessions of a pool that were served since the last message."""
+
+    pool: Named
+    members: list[Member]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A gateway has started or reconnected and asks for the others' state.
+
+    attempt  from 0: number of gateways that should have answered and did not
+    """
+
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """A gateway stops and has no bookings any more."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """A part of the answer to a hello: encoded messages to apply in order, oldest first."""
+
+    number: Amount
+    last: bool
+    said: list[bytes]
+
+
+Message = (
+    Picks | Forgotten | Confirmed | Loads | Moved | Charged | Taken | Inside | Hello | Bye | Part
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """Decode a message.
+
+    Raises msgspec.DecodeError (or its subclass ValidationError) if it is invalid.
+    """
+    message: Message = _decoder.decode(body)
+    return message
+
+
+def kind(message: Message) -> str:
+    """Return the message's tag, which is the `kind` label of metrics."""
+    return str(message.__struct_config__.tag)

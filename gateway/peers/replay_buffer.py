@@ -1,0 +1,46 @@
+"""The replay buffer: the newest messages about prompts, which warm up a new gateway."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+PART_BYTES = 96 << 10
+
+
+class Memory:
+    """Encoded messages up to `cap_bytes`, the oldest dropped first.
+
+    Replaying the messages rebuilds the prefix index. The newest ones suffice, because engines hold
+    no more than fits into their KV memory either.
+    """
+
+    __slots__ = ("_bodies", "_cap_bytes", "bytes")
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap_bytes = cap_bytes
+        self._bodies: deque[bytes] = deque()
+        self.bytes = 0
+
+    def keep(self, body: bytes) -> None:
+        self._bodies.append(body)
+        self.bytes += len(body)
+        while self.bytes > self._cap_bytes:
+            self.bytes -= len(self._bodies.popleft())
+
+    def all(self) -> tuple[bytes, ...]:
+        """Return the current messages, oldest first."""
+        return tuple(self._bodies)
+
+
+def in_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Group the messages into parts of about PART_BYTES; always yields at least one part."""
+    part: list[bytes] = []
+    size = 0
+    for body in bodies:
+        if part and size + len(body) > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(body)
+        size += len(body)
+    yield part

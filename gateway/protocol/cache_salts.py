@@ -1,0 +1,83 @@
+"""Cache salts, which decide what requests may share cached prompts on an engine.
+
+A salt is HMAC-SHA256 over the client's own salt, with a key of its tenant or of the tenant's group.
+So clients can divide their own cache, but cannot reach that of another tenant. Gateways with the
+same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
+member that carries the salt is in gateway/config/isolation_rules.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from gateway.config import Config, Tenant
+
+MAX_CLIENT_SALT = 1024
+_LABEL = b"penstock cache salt 1"
+
+
+class CacheSalts:
+    """The salts of one configuration. Immutable.
+
+    defaults  salts by tenant for requests without a salt of their own; isolated tenants only
+    """
+
+    __slots__ = ("_keys", "_open_key", "usual")
+
+    def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
+        """Initialize with HMAC keys by tenant; `open_key` is for all other requests."""
+        self._keys = keys
+        self._open_key = open_key
+        self.usual = {tenant: _hex(key, b"") for tenant, key in keys.items()}
+
+    def salt(self, tenant: str, client_salt: bytes) -> bytes:
+        """Return the salt (hex) of a request that carries a salt of its own."""
+        return _hex(self._keys.get(tenant, self._open_key), client_salt)
+
+
+def cache_salts(config: Config) -> CacheSalts:
+    """Create the salts of a configuration.
+
+    The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
+    each tenant or group is derived from its API keys, so that it is equal on all gateways and after
+    a restart without any setup.
+    """
+    secret = _secret(config)
+    open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
+    if config.cache.isolate == "off":
+        return CacheSalts({}, open_key)
+    keys: dict[str, bytes] = {}
+    for domain, tenants in domains(config.tenants).items():
+        key = hmac.digest(secret or _derived_secret(tenants), domain, "sha256")
+        keys.update(dict.fromkeys((tenant.name for tenant in tenants), key))
+    return CacheSalts(keys, open_key)
+
+
+def domains(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
+    """Group the tenants that share cached prompts, by a unique name of each group."""
+    groups: dict[bytes, list[Tenant]] = {}
+    for tenant in tenants:
+        group = tenant.cache_group
+        domain = f"tenant {tenant.name}" if group is None else f"group {group}"
+        groups.setdefault(domain.encode(), []).append(tenant)
+    return groups
+
+
+def _secret(config: Config) -> bytes | None:
+    if config.cache.secret is not None:
+        return config.cache.secret.reveal().encode()
+    if config.shared is not None:
+        return hmac.digest(config.shared.key.reveal().encode(), _LABEL, "sha256")
+    return None
+
+
+def _derived_secret(tenants: Sequence[Tenant]) -> bytes:
+    """Derive a secret from these tenants' API keys only, so that other tenants do not affect it."""
+    digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
+    return hmac.digest(_LABEL, b"".join(digests), "sha256")
+
+
+def _hex(key: bytes, client_salt: bytes) -> bytes:
+    return hmac.digest(key, client_salt, "sha256").hex().encode()

@@ -1,0 +1,229 @@
+"""The errors that the gateway sends: status, OpenAI error type and code, and retry advice.
+
+Every error of the gateway is a row of one table, Failure. Engines' own 4xx errors are converted to
+OpenAI's shape by openai_error_body().
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from enum import Enum
+from math import ceil, isfinite
+from types import MappingProxyType
+
+import msgspec
+
+# The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one at once.
+LONGEST_OBEYED_S = 60.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One error: its HTTP status and OpenAI error object.
+
+    should_retry    the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
+    in_stream_code  the error code used once the response has begun
+    """
+
+    status: int
+    type: str
+    code: str | None
+    retry: bool | None = False
+    in_stream: str = "stream_interrupted"
+
+
+class Failure(Enum):
+    """What can go wrong with a request, and the error that the client receives."""
+
+    BAD_REQUEST = Row(400, "invalid_request_error", None)
+    CONTEXT_TOO_LONG = Row(400, "invalid_request_error", "context_length_exceeded")
+    BAD_KEY = Row(401, "authentication_error", "invalid_api_key")
+    NOT_FOUND = Row(404, "invalid_request_error", "unknown_url")
+    MODEL_NOT_FOUND = Row(404, "invalid_request_error", "model_not_found")
+    METHOD_NOT_ALLOWED = Row(405, "invalid_request_error", "method_not_allowed")
+    REQUEST_TIMEOUT = Row(408, "invalid_request_error", "request_timeout")
+    TOO_LARGE = Row(413, "invalid_request_error", "request_too_large")
+    URI_TOO_LONG = Row(414, "invalid_request_error", "uri_too_long")
+    UNSUPPORTED_MEDIA = Row(415, "invalid_request_error", "unsupported_media_type")
+    EXPECTATION_FAILED = Row(417, "invalid_request_error", "expectation_failed")
+    HEADERS_TOO_LARGE = Row(431, "invalid_request_error", "headers_too_large")
+    TENANT_RATE_LIMITED = Row(429, "rate_limit_error", "tenant_rate_limited", retry=None)
+    OVERLOADED = Row(429, "overloaded_error", "overloaded", retry=None)
+    SHED = Row(429, "overloaded_error", "slo_shed", retry=None)
+    DEADLINE_UNREACHABLE = Row(429, "overloaded_error", "deadline_unreachable", retry=None)
+    QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
+    INTERNAL = Row(500, "server_error", "internal_error")
+    NOT_IMPLEMENTED = Row(501, "invalid_request_error", "not_implemented")
+    UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
+    NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
+    SHUTTING_DOWN = Row(
+        503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down"
+    )
+    UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
+
+
+class GatewayError(Exception):
+    """An error to be sent to the client. `reason` is its short label in logs and metrics."""
+
+    def __init__(
+        self,
+        failure: Failure,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.message = message
+        self.param = param
+        self.retry_after_s = (
+            retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
+        )
+        self.headers = headers
+        self.reason = reason or failure.name.lower()
+
+    @property
+    def status(self) -> int:
+        return self.failure.value.status
+
+
+def body_of(error: GatewayError) -> bytes:
+    """Return the OpenAI error object as JSON."""
+    row = error.failure.value
+    return _encode(error.message, row.type, error.param, row.code)
+
+
+def event_of(failure: Failure, message: str) -> bytes:
+    """Return the error as an SSE event, on which SDKs raise. [DONE] must not follow it."""
+    return b"data: " + _encode(message, failure.value.type, None, failure.value.in_stream) + b"\n\n"
+
+
+def stopped() -> GatewayError:
+    """Return the error for requests that are cut off when the gateway's drain time is over."""
+    message = "The gateway stopped before it could respond. Try again."
+    return GatewayError(Failure.SHUTTING_DOWN, message)
+
+
+def headers_of(error: GatewayError) -> list[tuple[str, str]]:
+    """Return the headers with retry advice, without which SDKs retry most errors twice."""
+    headers: list[tuple[str, str]] = []
+    retry, after_s = error.failure.value.retry, error.retry_after_s
+    if after_s is not None and after_s > LONGEST_OBEYED_S:
+        retry = False
+    if retry is not None:
+        headers.append(("x-should-retry", "true" if retry else "false"))
+    if after_s is not None:
+        headers.append(("retry-after-ms", str(max(1, round(after_s * 1000)))))
+        headers.append(("retry-after", str(max(1, ceil(after_s)))))
+    return [*headers, *error.headers]
+
+
+PHRASES: Mapping[int, str] = MappingProxyType(
+    {
+        200: "OK",
+        400: "Bad Request",
+        401: "Unauthorized",
+        402: "Payment Required",
+        403: "Forbidden",
+        404: "Not Found",
+        405: "Method Not Allowed",
+        406: "Not Acceptable",
+        407: "Proxy Authentication Required",
+        408: "Request Timeout",
+        409: "Conflict",
+        410: "Gone",
+        411: "Length Required",
+        412: "Precondition Failed",
+        413: "Request Entity Too Large",
+        414: "Request-URI Too Long",
+        415: "Unsupported Media Type",
+        416: "Requested Range Not Satisfiable",
+        417: "Expectation Failed",
+        418: "I'm a Teapot",
+        421: "Misdirected Request",
+        422: "Unprocessable Entity",
+        423: "Locked",
+        424: "Failed Dependency",
+        425: "Too Early",
+        426: "Upgrade Required",
+        428: "Precondition Required",
+        429: "Too Many Requests",
+        431: "Request Header Fields Too Large",
+        451: "Unavailable For Legal Reasons",
+        500: "Internal Server Error",
+        501: "Not Implemented",
+        502: "Bad Gateway",
+        503: "Service Unavailable",
+        504: "Gateway Timeout",
+        505: "HTTP Version Not Supported",
+        507: "Insufficient Storage",
+        508: "Loop Detected",
+        511: "Network Authentication Required",
+    }
+)
+"""Reason phrases by status (RFC 9110)."""
+
+
+def new_id() -> str:
+    """Create a request id, for errors outside the request path."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+def phrase_of(status: int) -> str:
+    """Return the reason phrase of a status; "Error" for unregistered ones, which engines send."""
+    return PHRASES.get(status, "Error")
+
+
+def reshaped(status: int, body: bytes) -> bytes:
+    """Convert an engine's error body to OpenAI's shape.
+
+    Engines send it nested, at top level or as a bare string (engines.md A.6). The message is kept;
+    an integer `code` is not, because OpenAI's codes are strings.
+    """
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        decoded = None
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict):
+        error = {}
+    message = error.get("message") or error.get("detail") or phrase_of(status)
+    return _encode(
+        str(message),
+        _openai_type(status),
+        _str_or_none(error.get("param")),
+        _openai_code(error, status),
+    )
+
+
+def _encode(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def _str_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _openai_type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _openai_code(error: dict[str, object], status: int) -> str | None:
+    code = error.get("code")
+    if isinstance(code, str):
+        return code
+    if status == 404 and error.get("param") == "model":
+        return "model_not_found"
+    if status == 400 and "context length" in str(error.get("message", "")):
+        return "context_length_exceeded"
+    return None

@@ -1,0 +1,73 @@
+"""Forwarding headers of trusted proxies: the client's address and the proxy's request id.
+
+Only connections from `listeners.api.trusted_proxies` may use them; any other client could forge
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.util.networks import Networks, parse_address
+
+FORWARDED_FOR, REQUEST_ID = "x-forwarded-for", "x-request-id"
+MOST_HOPS = 32
+_REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")
+
+
+class TrustedProxies:
+    """Interprets forwarding headers; caches which peers are proxies, since peers repeat."""
+
+    __slots__ = ("_cache", "_networks")
+
+    MOST_KNOWN = 1024
+
+    def __init__(self, networks: Networks) -> None:
+        self._networks = networks
+        self._cache: dict[str, bool] = {}
+
+    def is_proxy(self, address: str) -> bool:
+        """Whether a connection from this address is from a trusted proxy."""
+        is_proxy = self._cache.get(address)
+        if is_proxy is None:
+            if len(self._cache) >= self.MOST_KNOWN:
+                self._cache.clear()
+            is_proxy = self._cache[address] = address in self._networks
+        return is_proxy
+
+    def client_address(self, headers: Mapping[str, str], peer: str) -> str:
+        """Return the rightmost address in X-Forwarded-For that is not a trusted proxy.
+
+        Each proxy appends the address it saw, so anything further left was written by the client
+        itself. Text that is not an address ends the search at the last valid one. Without the
+        header the result is `peer`.
+        """
+        client = peer
+        for hop in reversed(_all_values(headers, FORWARDED_FOR).split(",")[-MOST_HOPS:]):
+            address = parse_address(_without_port(hop.strip()))
+            if address is None:
+                break
+            client = str(address)
+            if client not in self._networks:
+                break
+        return client
+
+
+def proxy_request_id(headers: Mapping[str, str]) -> str:
+    """Return the proxy's request id for the access log; "" if missing or not plain characters."""
+    text = headers.get(REQUEST_ID, "")
+    return text if _REQUEST_ID.fullmatch(text) else ""
+
+
+def _all_values(headers: Mapping[str, str], name: str) -> str:
+    """Join the values of all header lines with this name: a proxy may append a line of its own."""
+    getall = getattr(headers, "getall", None)
+    return headers.get(name, "") if getall is None else ",".join(getall(name, ()))
+
+
+def _without_port(text: str) -> str:
+    """Strip the port from 192.0.2.1, 192.0.2.1:4711, 2001:db8::1 or [2001:db8::1]:4711."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text

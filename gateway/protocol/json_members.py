@@ -1,0 +1,171 @@
+"""The members of a JSON object, decoded one level deep. Values stay raw JSON.
+
+Rejects what gateway and engine could read differently, and what is costly to decode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.errors import Failure, GatewayError
+
+# A body up to this size cannot hold enough members to need a limit while decoding.
+SMALL_BODY = 256 * 1024
+MAX_MEMBERS = 256
+MAX_NAME = 256
+MAX_DIGITS = 4096  # interpreters reject or are slow on longer numbers (CPython: 4300 digits)
+_NOT_A_NUMBER = frozenset(b'{["')  # first bytes of values that are not numbers
+_COMPOUND = frozenset(b"{[")
+
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_any = msgspec.json.Decoder().decode
+_KEY = re.compile(rb'[ \t\r\n]*("(?:[^"\\]|\\.)*")[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
+
+
+class TooManyMembersError(Exception):
+    """Raised to stop decoding an object with more than MAX_MEMBERS members."""
+
+
+def read_members(body: bytes) -> dict[str, msgspec.Raw]:
+    """Decode a request body. Raises GatewayError (400) that names what is wrong with it."""
+    try:
+        members = decode_object(body)
+        if not body.isascii():
+            # The scan does not validate the encoding of raw values, and engines would fail on it.
+            body.decode()
+    except RecursionError:
+        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except TooManyMembersError:
+        raise _too_many_members() from None
+    except msgspec.ValidationError:
+        raise bad_request("The body must be a JSON object.") from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"Could not parse the JSON body: {error}.") from None
+    if len(members) > MAX_MEMBERS:
+        raise _too_many_members()
+    _reject_ambiguous(body, members)
+    return members
+
+
+def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Decode the JSON text of an object.
+
+    Raises TooManyMembersError for a large object with many members, else msgspec's own errors.
+    """
+    return _decode(text) if len(text) <= SMALL_BODY else _decode_large(bytes(text))
+
+
+class _Name(str):
+    """A member name, a type of its own so that the decoder calls a hook for each."""
+
+    __slots__ = ()
+
+
+def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
+    """Decode like _decode, but stop after MAX_MEMBERS members."""
+    remaining = MAX_MEMBERS
+
+    def count(_: type, name: str) -> _Name:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
+            raise TooManyMembersError
+        return _Name(name)
+
+    members = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=count)
+    return {str(name): value for name, value in members.items()}
+
+
+def _too_many_members() -> GatewayError:
+    return bad_request(f"The JSON body has more than {MAX_MEMBERS} members.")
+
+
+def bad_request(message: str, param: str | None = None) -> GatewayError:
+    """Create an error 400; `param` names the member it is about."""
+    return GatewayError(Failure.BAD_REQUEST, message, param=param)
+
+
+def missing_member(name: str) -> GatewayError:
+    """Create the error for a required member that is missing."""
+    return bad_request(f"Missing required parameter: '{name}'.", name)
+
+
+def _reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+    """Reject duplicate members, which gateway and engine might read differently, and huge numbers.
+
+    The members in compact form are never longer than the body, and equally long only if the body is
+    compact and has no other member. SDKs send that form, so only other bodies are searched for
+    duplicates.
+    """
+    if len(body) > MAX_DIGITS:
+        _reject_long_numbers(members)
+    compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
+    if compact != len(body):
+        _reject_duplicates(body, members)
+
+
+def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
+    for name, value in members.items():
+        if len(value) > MAX_DIGITS and memoryview(value)[0] not in _NOT_A_NUMBER:
+            raise bad_request(f"'{name[:64]}' has too many digits.", name[:64])
+
+
+def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+    """Walk over the members of the body and compare each with the decoder's result.
+
+    The decoder keeps the last of equal names, so an earlier one has another value or is seen twice.
+    """
+    # The pattern below takes memory in proportion to the length of a name.
+    if max(map(len, members), default=0) > MAX_NAME:
+        raise bad_request(f"A member's name is longer than {MAX_NAME} characters.")
+    offset = body.index(b"{") + 1
+    seen: set[str] = set()
+    while (key := _KEY.match(body, offset)) is not None:
+        name = str(_decode_any(key[1]))
+        value = bytes(members[name])
+        if name in seen or not body.startswith(value, key.end()):
+            raise bad_request(f"Duplicate member '{name}' in the JSON body.", name)
+        seen.add(name)
+        following = _NEXT.match(body, key.end() + len(value))
+        # None: the decoded value is a prefix of an earlier, longer one of the same name.
+        if following is None:
+            raise bad_request(f"Duplicate member '{name}' in the JSON body.", name)
+        offset = following.end()
+
+
+def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
+    """Return a required string. Raises GatewayError if it is missing or not a string."""
+    if name not in members:
+        raise missing_member(name)
+    value = member_value(members, name)
+    if not isinstance(value, str):
+        raise bad_request(f"'{name}' must be a string.", name)
+    return value
+
+
+def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
+    """Decode one string, number or literal; a list or object, which may be large, yields ().
+
+    Raises GatewayError for a number that no decoder can represent.
+    """
+    raw = members[name]
+    if memoryview(raw)[0] in _COMPOUND:
+        return ()
+    try:
+        return _decode_any(raw)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"'{name}' cannot be read: {error}.", name) from None
+
+
+def join_members(members: Mapping[str, msgspec.Raw]) -> bytes:
+    """Encode an object from the raw values of its members."""
+    pairs = (json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items())
+    return b"{" + b",".join(pairs) + b"}"

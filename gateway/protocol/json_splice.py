@@ -1,0 +1,107 @@
+"""Apply a dialect's edits to a request's JSON.
+
+Raw values are joined, never decoded and encoded again. Edits that only add members which a client's
+body cannot contain (parsing drops those) are spliced in before the closing brace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from kvtransfer.dialects import Edits
+from policies.pricing.split import Shape
+
+Members = Mapping[str, msgspec.Raw]
+
+_any = msgspec.json.Decoder().decode
+_LIST_OF_PROMPTS = re.compile(rb'\[[ \t\r\n]*+["\[]')
+_OFF = frozenset((b"null", b"false"))
+# The members that can make a request unfit to be split.
+_SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
+
+
+class _Keys(dict[str, bytes]):
+    """A member's name as it follows another member in a body, comma and colon included.
+
+    Common names are prepared.
+    """
+
+    def __missing__(self, name: str) -> bytes:
+        return b"," + msgspec.json.encode(name) + b":"
+
+
+_KEYS = _Keys(
+    (name, f',"{name}":'.encode())
+    for name in (
+        *("model", "messages", "prompt", "stream", "stream_options", "max_tokens"),
+        *("max_completion_tokens", "n", "stop", "temperature", "top_p", "top_k", "min_p", "seed"),
+        *("presence_penalty", "frequency_penalty", "logit_bias", "tools", "tool_choice"),
+        *("parallel_tool_calls", "response_format", "reasoning_effort", "metadata", "user"),
+        *("prompt_cache_key", "chat_template_kwargs", "logprobs", "top_logprobs"),
+    )
+)
+
+
+def shape(members: Members) -> Shape:
+    """Return what decides whether a request of these members can be split."""
+    limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
+    if _SHAPING.isdisjoint(members):  # nearly every chat
+        return Shape(max_tokens=limit)
+    prompt = members.get("prompt")
+    return Shape(
+        max(_number(members.get("n")) or 1, _number(members.get("best_of")) or 1),
+        1 if prompt is None else _count_prompts(prompt),
+        any(bytes(members.get(name, b"null")) not in _OFF for name in ("prompt_logprobs", "echo")),
+        limit,
+    )
+
+
+def shows_usage(members: Members) -> bool:
+    """Return whether the client sees token counts.
+
+    It does in plain answers, and in streams for which it asked.
+    """
+    stream, raw = members.get("stream"), members.get("stream_options")
+    if stream is None or bytes(stream) != b"true":
+        return True
+    options = None if raw is None else _any(raw)
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def edited(body: bytes, members: Members, edits: Edits, model: str | None) -> bytes:
+    """Return the body, an object of these members, with the edits applied.
+
+    `model` replaces the model name; None leaves it. The body itself may be empty if the edits drop
+    a member.
+    """
+    drop, keep = edits.drop, edits.keep
+    if model is None and not drop and keep is None:
+        return b"".join((memoryview(body)[: body.rindex(b"}")], edits.put, b"}"))
+    if model is not None:
+        members = {**members, "model": msgspec.Raw(msgspec.json.encode(model))}
+    parts: list[bytes | msgspec.Raw] = []
+    for name, value in members.items():
+        if name not in drop and (keep is None or name in keep):
+            parts += (_KEYS[name], value)
+    parts[0] = b"{" + bytes(parts[0])[1:]
+    parts += (edits.put, b"}")
+    return b"".join(parts)
+
+
+def _number(raw: msgspec.Raw | None) -> int | None:
+    """Decode a member that parsing has found to be an integer or null."""
+    number: int | None = None if raw is None else _any(raw)
+    return number
+
+
+def _count_prompts(raw: msgspec.Raw) -> int:
+    """Count the prompts of a completion.
+
+    A text or a list of ids is one prompt; a list of texts or of such lists is several.
+    """
+    if _LIST_OF_PROMPTS.match(raw) is None:
+        return 1
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

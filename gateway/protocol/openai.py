@@ -1,0 +1,403 @@
+"""Parses an OpenAI request body into a Call. No types of an HTTP library and no I/O.
+
+The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is scanned but not
+rebuilt. Unknown members pass, members that control engine internals are dropped, and the body
+is re-encoded only if it changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Set
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.json_members import (
+    MAX_MEMBERS,
+    TooManyMembersError,
+    bad_request,
+    decode_object,
+    join_members,
+    member_value,
+    missing_member,
+    read_members,
+    string_member,
+)
+from gateway.protocol.media import BYTES_PER_TOKEN, LEAST_MEDIUM, may_hold_media, without_media
+from gateway.protocol.sequences import MULTIPLE, counted, read_prompts
+from gateway.protocol.service_class import MAX_SESSION, MOST_PRIORITY, Wish, session_key
+from policies.admission.prompt_length import PromptLengths
+from policies.engine.output_length import OutputLengths
+from policies.model import Request, Slo
+
+
+class Api(StrEnum):
+    """The generation endpoints; the paths at the engines are the same."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+# A module-level name, because looking up an Enum member on its class is ten times slower.
+_COMPLETIONS = Api.COMPLETIONS
+
+LINE: Mapping[str, Api] = {str(api): api for api in Api}
+
+# Members that make an engine read, write or wait for another request's KV cache, or that pin its
+# scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client
+# may not send them.
+ENGINE_INTERNAL = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "disaggregated_params",
+        "disagg_request_id",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "priority",
+        "cache_salt",
+        "extra_key",
+        "rid",
+        "request_id",
+    }
+)
+# Dropped as well, but their values become part of the salt that the gateway sends.
+CLIENT_SALTS = ("cache_salt", "extra_key")
+XARGS = "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
+
+# The parts of the rendered prompt, in rendering order (for prefix identity).
+PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
+    Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
+    Api.COMPLETIONS: ("prompt",),
+}
+_PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
+DEFAULT_OUTPUT_TOKENS = 256
+
+# max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
+EXPECTED_CEILING = 2048
+LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
+SIZES = {
+    "stop": 16 * 1024,
+    "stop_token_ids": 16 * 1024,
+    "bad_words": 64 * 1024,
+    "logit_bias": 256 * 1024,
+}
+_GUARDED = frozenset((*LIMITS, *SIZES))
+
+
+class Servable(Protocol):
+    """What the parser must know about a model."""
+
+    @property
+    def served_model(self) -> str:
+        """The name that engines use."""
+        ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The maximum context length; None if unknown."""
+        ...
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences that one request may ask for."""
+        ...
+
+    @property
+    def slo(self) -> Slo:
+        """The default SLO of its requests."""
+        ...
+
+    @property
+    def low_first(self) -> bool:
+        """Whether a lower number in the body's `priority` means more urgent, as in vLLM."""
+        ...
+
+
+class Call(msgspec.Struct):
+    """A parsed request: what policies need to know, and the bytes that go to the engine.
+
+    requested_model   the model name the client used, restored in responses if engines use another
+    body              the JSON to send; empty after release(), as are `prompt` and `members`
+    prompt            its raw values that the engine renders first, media replaced by stand-ins
+    members           all its raw values by name
+    salt              only requests with equal salts (hex) share cached prompts; b"" for none
+    estimated_tokens  prompt tokens as estimated from its bytes; 0 if they were counted
+    media_count       number of images, recordings and files in the prompt
+    """
+
+    api: Api
+    request: Request
+    asked_model: str
+    body: bytes
+    prompt: tuple[msgspec.Raw, ...]
+    members: Mapping[str, msgspec.Raw] = {}
+    salt: bytes = b""
+    estimated_tokens: int = 0
+    media: int = 0
+
+    def salt_member(self, name: str) -> bytes:
+        """Return the salt as a further member `name`; b"" if the engine takes none (no name)."""
+        return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
+
+    def salted(self, member: bytes) -> Call:
+        """Return a copy with `member` spliced into the body before its closing brace."""
+        body = self.body
+        end = body.rindex(b"}")
+        return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
+
+    def fitted(self, model: str, known: frozenset[str] | None) -> Call:
+        """Return this call for an engine with another model name, or a limited set of members.
+
+        `known`: the members that the engine accepts; None: all. Returns self if nothing changes.
+        """
+        members = self.members
+        accepted = {
+            name: value for name, value in members.items() if known is None or name in known
+        }
+        if model == self.request.model and len(accepted) == len(members):
+            return self
+        accepted["model"] = msgspec.Raw(msgspec.json.encode(model))
+        return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
+
+    def release(self) -> None:
+        """Drop the bytes: the engine has received them, and no retry follows the first token."""
+        self.body, self.prompt, self.members = b"", (), {}
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """What is known about a request before its body is parsed.
+
+    preferences     what its headers and tenant specify
+    arrived_s       when the body was complete, monotonic seconds
+    output_lengths  response lengths observed so far, for requests without a bound of their own
+    cache_salts     salts of tenants and clients; None: requests get no salt
+    prompt_lengths  prompt lengths as engines counted them
+    """
+
+    request_id: str
+    tenant: str
+    wish: Wish
+    arrived_s: float
+    lengths: OutputLengths | None = None
+    salts: CacheSalts | None = None
+    prompts: PromptLengths | None = None
+
+
+_ALL_LISTED: Mapping[str, str] = {}
+
+
+def parse(
+    body: bytes,
+    api: Api,
+    models: Mapping[str, Servable],
+    caller: Caller,
+    unlisted: Mapping[str, str] = _ALL_LISTED,
+) -> Call:
+    """Parse and check a body.
+
+    `unlisted` has the message for a configured model that is not among `models`. Raises
+    GatewayError (400 or 404) that names the problem; such a request is not forwarded.
+    """
+    members = read_members(body)
+    requested = string_member(members, "model")
+    model = models.get(requested)
+    if model is None:
+        raise _unknown_model(requested, models, unlisted)
+    served, numbers = model.served_model, _numbers(members)
+    names = PROMPT_MEMBERS[api]
+    name = names[-1]
+    if name not in members:
+        raise missing_member(name)
+    prompt = (members[name],) if _PREAMBLE.isdisjoint(members) else _prompt(names, members)
+    ids, media, estimated, longest = None, 0, 0, 0
+    if api is _COMPLETIONS:
+        prompts, ids, longest = read_prompts(members, model.sequences)
+        if prompts > 1:
+            numbers["prompt"] = prompts
+    elif len(body) > LEAST_MEDIUM and may_hold_media(body):
+        prompt, media = _replace_media(prompt)
+    output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
+    if model.context_tokens is not None:
+        _check_context(longest, output_tokens or 0, model.context_tokens)
+    if ids is None:
+        estimated = ids = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
+        if caller.prompts is not None and caller.prompts.ratios:
+            ids = caller.prompts.corrected(served, media > 0, estimated)
+    choices, prompts = (1, 1) if MULTIPLE.isdisjoint(numbers) else counted(numbers, model.sequences)
+    wish, arrived_s = caller.wish, caller.arrived_s
+    slo = model.slo if wish.usual else wish.of(model.slo)
+    request = Request(
+        caller.request_id,
+        served,
+        caller.tenant,
+        ids,
+        min(output_tokens or _expected_tokens(caller, served, slo), EXPECTED_CEILING) * choices,
+        "stream" in members and bytes(members["stream"]) == b"true",
+        slo,
+        wish.rank(_priority(members, model.low_first)) if "priority" in members else wish.ranked,
+        arrived_s,
+        None if wish.patience_s is None else arrived_s + wish.patience_s,
+        wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
+        choices,
+        prompts,
+    )
+    internal = ENGINE_INTERNAL.intersection(members)
+    salt = b"" if caller.salts is None else _salt(caller.salts, caller.tenant, members, internal)
+    if internal or requested != served or XARGS in members:
+        body, members = _outbound(body, members, internal, requested, served)
+    return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+
+
+def _salt(
+    salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
+) -> bytes:
+    """Return the cache salt of a request, in which a salt of the client's takes part."""
+    client_salt = _client_salt(members) if internal else b""
+    return salts.salt(tenant, client_salt) if client_salt else salts.usual.get(tenant, b"")
+
+
+def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
+    """Return the client's own salts in one encoding; b"" if it sends none."""
+    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALTS]
+    return msgspec.json.encode(salts) if any(salts) else b""
+
+
+def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
+    value = member_value(members, name)
+    if value is not None and (
+        not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
+    ):
+        message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
+    return value
+
+
+def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], int]:
+    """Replace each image, recording and file by a stand-in; also return their number."""
+    messages, media = without_media(bytes(prompt[-1]))
+    return ((*prompt[:-1], msgspec.Raw(messages)), media) if media else (prompt, 0)
+
+
+def _expected_tokens(caller: Caller, model: str, slo: Slo) -> int:
+    """Return the length of similar responses so far, or a default if there were none."""
+    expected = (
+        None if caller.lengths is None else caller.lengths.expected(model, caller.tenant, slo.name)
+    )
+    return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
+
+
+def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
+    """Return the body's priority, higher first; engines interpret the number in opposite ways."""
+    value = member_value(members, "priority")
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return max(-MOST_PRIORITY, min(MOST_PRIORITY, -value if low_first else value))
+
+
+def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
+    """Return the session from `prompt_cache_key`, where agents put their conversation's id."""
+    value = member_value(members, "prompt_cache_key")
+    if not isinstance(value, str) or len(value) > MAX_SESSION:
+        return ""
+    return session_key(tenant, value)
+
+
+def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:
+    return tuple(members[name] for name in names if name in members)
+
+
+def _unknown_model(
+    requested: str, models: Mapping[str, Servable], unlisted: Mapping[str, str]
+) -> GatewayError:
+    if requested in unlisted:
+        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
+    if len(requested) <= 64 and requested.isprintable():
+        shown = requested
+    else:
+        shown = requested[:64].encode("unicode_escape").decode() + "..."
+    similar = difflib.get_close_matches(requested[:128], models, n=3)
+    hint = f" Did you mean {' or '.join(repr(name) for name in similar)}?" if similar else ""
+    message = f"The model '{shown}' does not exist.{hint}"
+    return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
+
+
+def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
+    """Read the integers that have limits, and reject what could harm an engine (faults.md A06)."""
+    numbers: dict[str, int] = {}
+    for name in _GUARDED.intersection(members):
+        if name in SIZES:
+            if len(members[name]) > SIZES[name]:
+                raise bad_request(f"'{name}' is larger than {SIZES[name]} bytes.", name)
+        elif (value := member_value(members, name)) is not None:
+            is_valid = type(value) is int and 1 <= value <= LIMITS[name]
+            numbers[name] = value if is_valid else _bounded(name, value)
+    return numbers
+
+
+def _bounded(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad_request(f"'{name}' must be an integer.", name)
+    if not 1 <= value <= LIMITS[name]:
+        raise bad_request(f"'{name}' must be between 1 and {LIMITS[name]}, not {value}.", name)
+    return value
+
+
+def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
+    """Reject a request that exceeds the context for certain; text is left to the engine.
+
+    The token count of text can only be estimated here.
+    """
+    total = prompt_tokens + output_tokens
+    if total > context_tokens:
+        raise GatewayError(
+            Failure.CONTEXT_TOO_LONG,
+            f"This model's maximum context length is {context_tokens} tokens; the request asks for "
+            f"{total} ({prompt_tokens} in the prompt, {output_tokens} to be generated).",
+        )
+
+
+def _outbound(
+    body: bytes,
+    members: dict[str, msgspec.Raw],
+    internal: frozenset[str],
+    requested: str,
+    served: str,
+) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    """Return the body to send and its members, without the engine-internal members `internal`."""
+    xargs = _without_internal(members[XARGS]) if XARGS in members else None
+    if not internal and requested == served and xargs is None:
+        return body, members
+    outbound: dict[str, msgspec.Raw] = {
+        name: value for name, value in members.items() if name not in internal
+    }
+    outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
+    if xargs is not None:
+        outbound[XARGS] = xargs
+    return join_members(outbound), outbound
+
+
+def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
+    """Drop an object's engine-internal members; None if it has none or is not an object."""
+    try:
+        members = decode_object(value)
+    except TooManyMembersError:
+        raise bad_request(f"'{XARGS}' has more than {MAX_MEMBERS} members.", XARGS) from None
+    except msgspec.ValidationError:
+        return None
+    if ENGINE_INTERNAL.isdisjoint(members):
+        return None
+    return msgspec.Raw(
+        join_members(
+            {name: value for name, value in members.items() if name not in ENGINE_INTERNAL}
+        )
+    )

@@ -1,0 +1,116 @@
+"""The head of an ordinary request: a POST to a generation path with one Content-Length. Sans-IO.
+
+The grammar is deliberately narrower than HTTP's: it accepts what SDKs and proxies send when it is
+unambiguous where the request ends. Any other request goes to the full parser (AiohttpConnection),
+so the two never parse the same request, and this one never rejects any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.protocol.openai import LINE, Api
+from gateway.protocol.service_class import Fields
+
+MAX_HEAD = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
+MAX_FIELDS = 64
+
+# Not accepted: blanks before a colon or at the end of a line, bytes outside printable ASCII,
+# continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
+# time. The repeats are not possessive: CPython before 3.11.5 matches those wrongly (gh-106052) and
+# would accept empty values.
+_LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
+_NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
+_HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
+_PARTIAL_HEAD = re.compile(
+    rb"%b(?:%b: ?%b\r\n)*(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE)
+)
+_REQUEST_LINES = tuple(f"POST {path} HTTP/1.1\r\n".encode() for path in LINE)
+_FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
+_DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
+_HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
+
+# Fields that change framing or when the body may be sent.
+UNUSUAL = frozenset(
+    (
+        "transfer-encoding",
+        "content-encoding",
+        "te",
+        "trailer",
+        "expect",
+        "keep-alive",
+        "proxy-connection",
+    )
+)
+_CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
+"""Connection options without effect here: a server may ignore Upgrade (RFC 9110, 7.8)."""
+
+
+class Head:
+    """A parsed head, and the bytes around the digits of its Content-Length.
+
+    Requests on one connection usually differ only in their length, so most heads are recognised by
+    comparing these bytes instead of parsing.
+    """
+
+    __slots__ = ("_after", "_before", "api", "headers")
+
+    def __init__(self, api: Api, headers: Mapping[str, str], before: bytes, after: bytes) -> None:
+        self.api = api
+        self.headers = headers
+        self._before = before
+        self._after = after
+
+    def extent(self, data: bytes, offset: int) -> tuple[int, int] | None:
+        """Return the offsets in `data` at which the body of this head begins and ends.
+
+        None when a different head begins at `offset`. The body may extend beyond `data`.
+        """
+        if not data.startswith(self._before, offset):
+            return None
+        digits = _DIGITS.match(data, offset + len(self._before))
+        if digits is None or not data.startswith(self._after, digits.end()):
+            return None
+        start = digits.end() + len(self._after)
+        return start, start + int(digits[0])
+
+
+def begins_head(data: bytes) -> bool:
+    """Whether `data` may be the beginning of an ordinary head that is still incomplete."""
+    if len(data) > MAX_HEAD:
+        return False
+    if _PARTIAL_HEAD.fullmatch(data) is not None:
+        return True
+    return any(line.startswith(data) for line in _REQUEST_LINES)
+
+
+def read_head(data: bytes, offset: int) -> Head | None:
+    """Parse the head at `offset`; None when it is incomplete or not ordinary.
+
+    Field names are converted to lower case.
+    """
+    match = _HEAD.match(data, offset, offset + MAX_HEAD)
+    if match is None:
+        return None
+    fields = _FIELD.findall(match[2].decode("ascii"))
+    headers = Fields((name.lower(), value) for name, value in fields)
+    if (
+        len(headers) != len(fields)
+        or not UNUSUAL.isdisjoint(headers)
+        or not _HOST.fullmatch(headers.get("host", ""))
+    ):
+        return None
+    length = _LENGTH.search(data, offset, match.end())
+    connection = headers.get("connection", "keep-alive").lower()
+    if length is None or (
+        connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))
+    ):
+        return None
+    return Head(
+        LINE[match[1].decode("ascii")],
+        headers,
+        data[offset : length.start(1)],
+        data[length.end(1) : match.end()],
+    )

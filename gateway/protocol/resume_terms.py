@@ -1,0 +1,185 @@
+"""Whether an answer could be continued exactly, and the request for its rest.
+
+The members of a request pass a whitelist, because engines accept members that the gateway does not
+know, and any of them may depend on the tokens generated so far. What does, and cannot be handed to
+another engine (a partial stop string, a penalty, a grammar, a parser's state), must be absent or
+have a value that turns it off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+import msgspec
+
+from gateway.protocol.json_splice import Members, edited
+from gateway.protocol.openai import Api, Call
+from kvtransfer.dialects import Edits, members
+
+# How each token is drawn, independent of the tokens before it.
+_SAMPLING = frozenset(
+    (
+        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
+        *("repetition_penalty", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+        "spaces_between_special_tokens",
+    )
+)
+# What makes the prompt, whose ids the engine reports, or concerns the gateway alone.
+_BEFORE = frozenset(
+    (
+        *("model", "messages", "prompt", "stream", "documents", "chat_template"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *("add_special_tokens", "reasoning_effort", "user", "metadata", "store", "service_tier"),
+        *("safety_identifier", "prompt_cache_key"),
+    )
+)
+_BOUNDS = frozenset(("max_tokens", "max_completion_tokens", "min_tokens", "stream_options"))
+# Values that turn a member off. Of any other member, false or 0 may mean something: to turn
+# something off that is on by default, or to ask for the log probabilities of the drawn tokens, as
+# `logprobs: 0` of a completion does. A null has no meaning for any member: engines treat it as the
+# member's absence, or refuse it.
+_OFF: Mapping[str, tuple[bytes, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("n", "best_of"), (b"1",)),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), (b"0", b"0.0")),
+        **dict.fromkeys(("stop", "bad_words", "tools", "functions"), (b"[]",)),
+        **dict.fromkeys(("tool_choice", "function_call"), (b'"none"',)),
+        **dict.fromkeys(
+            ("echo", "parallel_tool_calls", "use_beam_search", "return_token_ids"), (b"false",)
+        ),
+        **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (b"false",)),
+        **dict.fromkeys(("top_logprobs", "priority"), (b"0",)),
+        "response_format": (b'{"type":"text"}',),
+    }
+)
+_BLANK = re.compile(rb"[ \t\r\n]+")
+# A part of a message that is not text: an image takes more than token ids in a prompt.
+_MEDIA = re.compile(rb'"type"\s*:\s*"(?!text")')
+_SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
+_USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
+_PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
+_REPORT = Edits(members(_PUT), frozenset(_PUT))
+_LONGEST = (
+    1024  # bytes of a member that is decoded here; a longer one has no value that can be continued
+)
+_NO_MEMBERS: Mapping[str, str] = MappingProxyType({})
+_DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens
+
+_any = msgspec.json.Decoder().decode
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What the request for the rest of an answer has to repeat.
+
+    chat         the client's request is a chat
+    sampling     members of the request that hold for the rest too, raw
+    most         most tokens of the whole answer; None: as many as fit the context
+    least        fewest tokens of the whole answer
+    shows_usage  the client wants token counts
+    """
+
+    chat: bool
+    sampling: Mapping[str, msgspec.Raw]
+    most: int | None
+    least: int
+    shows_usage: bool
+
+    def rest(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        more: Mapping[str, str] = _NO_MEMBERS,
+    ) -> bytes:
+        """Return the body of a completion that continues after the tokens `said`.
+
+        `more` are further members, by name.
+        """
+        left = None if self.most is None else self.most - len(said)
+        body = {
+            "model": model,
+            "prompt": list(chain(prompt, said)),
+            "stream": True,
+            "stream_options": msgspec.Raw(_USAGE),
+            "return_token_ids": True,
+            "max_tokens": left,  # null: as many as fit the context; an absent member means 16
+            **self.sampling,
+            **more,
+        }
+        if self.least > len(said):
+            body["min_tokens"] = self.least - len(said)
+        return msgspec.json.encode(body)
+
+
+def terms_of(call: Call) -> Terms | None:
+    """Return the terms of a request whose answer could be continued exactly; None otherwise."""
+    members = call.members
+    chat = call.api is Api.CHAT
+    if not call.request.stream or call.request.choices != 1:
+        return None
+    if not all(_is_continuable(name, raw, chat=chat) for name, raw in members.items()):
+        return None
+    if _MEDIA.search(members["messages"]) if chat else _SEVERAL_PROMPTS.match(members["prompt"]):
+        return None
+    if any(len(members.get(name, b"")) > _LONGEST for name in ("stream_options", "min_tokens")):
+        return None
+    options = _any(members.get("stream_options", b"null")) or {}
+    if not isinstance(options, dict):
+        return None
+    if any(value for name, value in options.items() if name != "include_usage"):
+        return None
+    # Copies: a raw value would keep the whole body in memory.
+    sampling = {name: value.copy() for name, value in members.items() if name in _SAMPLING}
+    least = _any(members.get("min_tokens", b"null")) or 0
+    if not isinstance(least, int):
+        return None
+    return Terms(
+        chat, sampling, _most_tokens(members, chat), least, bool(options.get("include_usage"))
+    )
+
+
+def telling(call: Call, model: str, salt_member: str) -> Call:
+    """Return the call for an engine that is to report the ids and the running count of its tokens.
+
+    The engine serves the model under the name `model`, and takes the cache salt in `salt_member`,
+    if that is not "".
+    """
+    edits = with_token_ids(Edits())
+    if call.salt:
+        put = edits.put + call.salt_member(salt_member)
+        edits = msgspec.structs.replace(edits, put=put)
+    body = edited(call.body, call.members, edits, model)
+    return msgspec.structs.replace(call, body=body, members={})
+
+
+def with_token_ids(edits: Edits) -> Edits:
+    """Return the edits with members by which the engine reports its tokens' ids and count."""
+    put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
+    return msgspec.structs.replace(edits, put=put, drop=drop)
+
+
+def _is_continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:
+    if name in _SAMPLING or name in _BEFORE or name in _BOUNDS:
+        return True
+    value = _BLANK.sub(b"", bytes(raw)) if len(raw) < 64 else b""
+    if name == "logprobs" and chat:
+        return value in (b"null", b"false")  # in a completion it is a number
+    return value == b"null" or value in _OFF.get(name, ())
+
+
+def _most_tokens(members: Members, chat: bool) -> int | None:
+    """Return the limit of the answer; None without one.
+
+    Parsing has found limits to be integers or null.
+    """
+    most: int | None = None
+    if chat:
+        most = _any(members.get("max_completion_tokens", b"null"))
+    if most is None and "max_tokens" in members:
+        most = _any(members["max_tokens"])
+    elif most is None and not chat:
+        most = _DEFAULT_COMPLETION_TOKENS
+    return most

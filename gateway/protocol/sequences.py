@@ -1,0 +1,95 @@
+"""Counts the sequences that one request makes an engine generate: prompts times choices.
+
+A completions request may hold a list of prompts, each of which is scheduled like a request of its
+own. They are counted in raw JSON by their quotes or brackets, without decoding. Lists of anything
+else are counted too; engines reject those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.protocol.errors import Failure, GatewayError
+
+PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM accepts both in one request
+MULTIPLE = frozenset((PROMPT, "n", "best_of"))
+
+_LIST = ord("[")
+
+
+class Prompts(NamedTuple):
+    """The prompts of a completions request.
+
+    token_id_count     token ids in all of them; None for text
+    longest_token_ids  token ids in the longest prompt
+    """
+
+    number: int = 1
+    token_ids: int | None = None
+    longest: int = 0
+
+
+ONE = Prompts()
+
+
+def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
+    """Count the prompts of a completions request. Raises GatewayError for more than `most`."""
+    prompts = _read(members[PROMPT], most)
+    embeds = members.get(EMBEDS)
+    if embeds is not None and memoryview(embeds)[0] == _LIST:
+        number = _checked(EMBEDS, _count_strings(bytes(embeds)), most)
+        return Prompts(prompts.number + number, prompts.token_ids, prompts.longest)
+    return prompts
+
+
+def counted(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
+    """Return the number of choices in the response, and of prompts.
+
+    `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
+    than `most` sequences.
+    """
+    prompts, choices = numbers.get(PROMPT, 1), numbers.get("n", 1)
+    sequences = prompts * max(choices, numbers.get("best_of", 1))
+    if sequences > most:
+        names = ("n", "best_of") if prompts == 1 else (PROMPT,)
+        raise _too_many(max(names, key=lambda name: numbers.get(name, 0)), sequences, most)
+    return prompts * choices, prompts
+
+
+def _read(prompt: msgspec.Raw, most: int) -> Prompts:
+    if memoryview(prompt)[0] != _LIST:
+        return ONE
+    text = bytes(prompt)
+    strings = _count_strings(text)
+    if strings:
+        return Prompts(_checked(PROMPT, strings, most))
+    # The list's own closing bracket is one of them.
+    prompts = _checked(PROMPT, max(1, text.count(b"]") - 1), most)
+    if not text.lstrip(b"[ \t\r\n")[:1].isdigit():
+        return Prompts(prompts)
+    longest = max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
+    return Prompts(prompts, text.count(b",") + 1, longest)
+
+
+def _count_strings(text: bytes) -> int:
+    """Count the strings in some JSON."""
+    if b"\\" in text:
+        text = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
+    return text.count(b'"') // 2
+
+
+def _checked(name: str, prompts: int, most: int) -> int:
+    if prompts > most:
+        raise _too_many(name, prompts, most)
+    return prompts
+
+
+def _too_many(name: str, sequences: int, most: int) -> GatewayError:
+    message = (
+        f"The request asks for {sequences} sequences (prompts x choices). "
+        f"One request may ask for {most}."
+    )
+    return GatewayError(Failure.BAD_REQUEST, message, param=name)

@@ -1,0 +1,394 @@
+"""The ledger of a stream: the tokens and events that its client has received.
+
+Sans-IO. An engine that is asked to reports the ids of its tokens beside their text. The client did
+not ask for them and does not see them. When the engine breaks, its tokens are known by their ids,
+and another engine's chunks for the rest are rewritten in the form of the first engine's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.protocol.resume_terms import Terms
+from gateway.protocol.rewrite import Renamer, whole_events
+from gateway.protocol.stream_scan import Usage
+
+MOST_EVENT = 8 * 1024 * 1024
+"""Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
+_SEAM = 2  # bytes at the end of a read that may be the first part of an event's end
+_DONE = b"[DONE]"
+_LOST = frozenset(
+    ("abort", "error")
+)  # finish reasons of a generation that the engine did not complete
+_PLAIN_DELTA = frozenset(("role", "content"))
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Ledger:
+    """What one client has received of its answer.
+
+    prompt         token ids of the prompt, as the engine rendered it; empty until they were
+                   reported
+    said           ids of the tokens whose text the client has
+    made           tokens generated so far, including those whose text is still to come
+    prompt_tokens  tokens of the prompt
+    cached_tokens  of the prompt, for the client to see; None: as the engine reports it
+    finish         why generation ended; None while it goes on
+    done           the client has the last event
+    obstacle       why this answer cannot be continued exactly; "" while it can
+    resumed        how often it was continued
+
+    An id may arrive before its text does: part of a character, or a special token. Such ids wait
+    and are not part of the prompt for the rest: their text was not shown, so they may be drawn
+    again. Where one piece of text came with several ids, it is unknown which of them it shows,
+    until a piece comes with one id.
+
+    _is_aligned  the newest piece of text came with one id
+    _before      tokens that earlier engines generated, which this engine does not count
+    _details     `prompt_tokens_details` of the engine that began the answer
+    _envelope    members of the first chunk, for all chunks of the rest
+    """
+
+    __slots__ = (
+        *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_most", "_saved"),
+        *("_waiting", "cached_tokens", "done", "finish", "made", "obstacle", "prompt"),
+        *("prompt_tokens", "resumed", "said", "terms"),
+    )
+
+    def __init__(self, terms: Terms, most_tokens: int) -> None:
+        """`most_tokens` of prompt and answer are kept; a longer answer cannot be continued."""
+        self.terms = terms
+        self.prompt, self.said = array("I"), array("I")
+        self.finish: str | None = None
+        self.obstacle = ""
+        self.cached_tokens: int | None = None
+        self.resumed = self.made = self.prompt_tokens = 0
+        self._most = most_tokens
+        self._waiting: list[int] = []
+        self._is_aligned = True
+        self._has_counts = self.done = False
+        self._before = 0
+        self._details: dict[str, Any] | None = None
+        self._envelope: dict[str, Any] = {}
+        self.mark()
+
+    # What arrived
+
+    def mark(self) -> None:
+        """Remember the present state, so that take_back() can return to it."""
+        state = (self.made, self._is_aligned, self._has_counts, self.done, self.finish)
+        self._saved = len(self.said), tuple(self._waiting), state
+
+    def take_back(self) -> None:
+        """Return to the state of the newest mark(): what arrived since was not shown."""
+        length, waiting, state = self._saved
+        self.made, self._is_aligned, self._has_counts, self.done, self.finish = state
+        del self.said[length:]
+        self._waiting = list(waiting)
+
+    def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+        """Move ids and counts from a chunk to the ledger; return its text and its choice.
+
+        The choice is None for a chunk without one. Raises UpstreamBroke when the engine gave up.
+        """
+        if "error" in chunk:
+            raise UpstreamBroke("engine_error", "the engine broke off with an error event")
+        prompt, usage = chunk.pop("prompt_token_ids", None), chunk.pop("usage", None)
+        choices = chunk.get("choices") or ()
+        if not choices:
+            return "", None
+        choice = choices[0]
+        ids, shown = choice.pop("token_ids", None) or (), choice.get("delta", choice)
+        prompt = choice.pop("prompt_token_ids", None) or prompt
+        if prompt and not self.prompt_tokens:
+            self.prompt, self.prompt_tokens = array("I", prompt), len(prompt)
+        if choice.get("finish_reason") in _LOST:
+            raise UpstreamBroke("aborted", "the engine gave the request up")
+        text = shown.get("content" if shown is not choice else "text") or ""
+        self.finish = choice.get("finish_reason") or self.finish
+        self._take(ids, text, usage)
+        is_chat = shown is not choice
+        if is_chat and any(value for name, value in shown.items() if name not in _PLAIN_DELTA):
+            self.spoil("parsed")
+        return text, choice
+
+    def _take(self, ids: Sequence[int], text: str, usage: dict[str, Any] | None) -> None:
+        """Add the ids of a chunk, and compare their number with the engine's own count."""
+        self.made += len(ids)
+        if self.obstacle:
+            return
+        self._waiting += ids
+        if text:
+            self.said.extend(self._waiting)
+            self._waiting.clear()
+            self._is_aligned = len(ids) == 1
+        counted = None if usage is None else usage.get("completion_tokens")
+        if counted != self.made - self._before:
+            self.spoil("uncounted")
+        elif self.prompt_tokens + self.made > self._most:
+            self.spoil("too_long")
+
+    def spoil(self, obstacle: str) -> None:
+        """Note that this answer cannot be continued any more, and free the ids."""
+        self.obstacle = self.obstacle or obstacle
+        self.prompt, self.said = array("I"), array("I")
+        self._waiting.clear()
+
+    # What follows a break
+
+    @property
+    def standing(self) -> str:
+        """Why the answer cannot be continued from where it stands; "" when it can."""
+        if self.obstacle or not self.prompt:
+            return self.obstacle or "untold"
+        if self.terms.chat and not self.said and self.finish is None:
+            # Only the chat's own parser knows whether a chat begins with reasoning; a completion
+            # never does.
+            return "untold"
+        return "" if self._is_aligned or self.finish else "seam"
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left to generate."""
+        return self.finish is not None or self.terms.most == len(self.said)
+
+    def resume(self) -> None:
+        """Prepare for another engine, which continues after the tokens that the client has."""
+        self._waiting.clear()
+        self.made = self._before = len(self.said)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the whole answer."""
+        cached = None if self._details is None else self._details.get("cached_tokens")
+        return Usage(self.prompt_tokens, self.made, cached if type(cached) is int else None)
+
+    # The stream as the client sees it
+
+    def first(self, chunk: dict[str, Any]) -> bytes:
+        """Return the client's event for a chunk of the engine that began the answer."""
+        usage = chunk.get("usage")
+        _, choice = self.note(chunk)
+        if usage and self._details is None:
+            self._details = usage.get("prompt_tokens_details")
+        if not self._envelope:
+            self._envelope = {name: value for name, value in chunk.items() if name != "choices"}
+        if choice is None:
+            return self._counts_event(chunk | {"usage": self._with_cached_tokens(usage)})
+        return _event(self._with_usage_member(chunk))
+
+    def rest(self, chunk: dict[str, Any]) -> bytes:
+        """Return the client's event for a chunk of the rest; b"" for none."""
+        usage = chunk.get("usage")
+        text, choice = self.note(chunk)
+        if choice is None:
+            return self._counts_event(self._envelope | {"choices": [], "usage": self._sums(usage)})
+        reason = choice.get("finish_reason")
+        if not text and reason is None:
+            return b""
+        if self.terms.chat:
+            stop = {"stop_reason": choice["stop_reason"]} if "stop_reason" in choice else {}
+            delta = {"content": text} if text else {}
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | stop
+        return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
+
+    def closing(self) -> bytes:
+        """Return the events that end an answer whose text is complete."""
+        if self.done:
+            return b""
+        last = counts = b""
+        if self.finish is None:
+            self.finish = "length"
+            choice = {"index": 0, "delta": {}} if self.terms.chat else {"index": 0, "text": ""}
+            chunk = self._envelope | {"choices": [choice | {"finish_reason": self.finish}]}
+            last = _event(self._with_usage_member(chunk))
+        if not self._has_counts:
+            counts = self._counts_event(self._envelope | {"choices": [], "usage": self._sums(None)})
+        return last + counts + b"data: " + _DONE + b"\n\n"
+
+    def _with_usage_member(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Return the chunk with a null usage, if the client wants counts at the end."""
+        return chunk | {"usage": None} if self.terms.shows_usage else chunk
+
+    def _counts_event(self, chunk: dict[str, Any]) -> bytes:
+        """Return the event with the counts, for a client that wants them; b"" otherwise."""
+        self._has_counts = True
+        return _event(chunk) if self.terms.shows_usage else b""
+
+    def _sums(self, last_usage: dict[str, Any] | None) -> Any:
+        """Return the counts of the whole answer, given those of the last engine.
+
+        The prompt's details are those of the engine that began. If it broke before it reported
+        them, they are the last engine's, with `cached_tokens` limited to the prompt: that engine
+        also cached a part of the answer.
+        """
+        prompt, made = self.prompt_tokens, self.made
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+        }
+        has_details = last_usage is not None and "prompt_tokens_details" in last_usage
+        details = None if last_usage is None else last_usage.get("prompt_tokens_details")
+        if self._details is None and details is not None:
+            cached = details.get("cached_tokens")
+            limited = {"cached_tokens": min(cached, prompt)} if cached else {}
+            self._details = details | limited
+        if self._details is not None or has_details:
+            usage["prompt_tokens_details"] = self._details
+        return self._with_cached_tokens(usage)
+
+    def _with_cached_tokens(self, usage: dict[str, Any] | None) -> Any:
+        """Return the counts with the ledger's `cached_tokens` in place of the engine's."""
+        if self.cached_tokens is None or not usage:
+            return usage
+        details = usage.get("prompt_tokens_details")
+        if not isinstance(details, dict) or type(details.get("cached_tokens")) is not int:
+            return usage
+        return usage | {"prompt_tokens_details": details | {"cached_tokens": self.cached_tokens}}
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+class Recorder(Renamer):
+    """Passes every event of a relay through the ledger."""
+
+    def __init__(
+        self, ledger: Ledger, show: Callable[[dict[str, Any]], bytes], served: str, asked: str
+    ) -> None:
+        """`show` is the ledger's first() or rest()."""
+        super().__init__(served, asked)
+        self.ledger = ledger
+        self._asked = asked
+        self._show = show
+        self._unfinished: list[bytes] = []  # pieces of an event
+        self._unfinished_bytes = 0
+        self._seam = b""  # its last bytes: the end of an event may be cut by a read
+
+    def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
+        """Return the client's events for the events that are complete.
+
+        When one of them breaks the answer, none of them counts as shown. Raises UpstreamBroke then.
+        """
+        if not sse:
+            return super().feed(payload, sse=sse, ended=ended)
+        self.ledger.mark()
+        ready = self._whole_events(payload, ended=ended).replace(b"\r\n", b"\n")
+        try:
+            return b"".join([self._event(event) for event in ready.split(b"\n\n") if event.strip()])
+        except UpstreamBroke:
+            self.ledger.take_back()
+            raise
+
+    def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
+        """Return the events that end in this payload, the beginning of the first included.
+
+        Looks at each byte once. Raises UpstreamBroke for an event that is too long.
+        """
+        seam = self._seam
+        whole = len(payload) if ended else whole_events(seam + payload) - len(seam)
+        if whole > 0 or ended:
+            ready = b"".join([*self._unfinished, payload[:whole]])
+            payload, seam = payload[whole:], b""
+            self._unfinished.clear()
+            self._unfinished_bytes = 0
+        else:
+            ready = b""
+        self._seam = (seam + payload)[-_SEAM:]
+        if payload:
+            self._unfinished.append(payload)
+            self._unfinished_bytes += len(payload)
+        if self._unfinished_bytes > MOST_EVENT:
+            message = f"the engine sent an event of more than {MOST_EVENT} bytes"
+            raise UpstreamBroke("framing", message)
+        return ready
+
+    def _event(self, event: bytes) -> bytes:
+        """Return the client's event for one of the engine's.
+
+        Raises UpstreamBroke for an event of another form.
+        """
+        data = event.strip().removeprefix(b"data:").strip()
+        if event.lstrip()[:1] == b":":
+            return event + b"\n\n"
+        if data == _DONE:
+            self.ledger.done = True
+            return event + b"\n\n"
+        try:
+            chunk = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            message = f"the engine sent an event that is no JSON: {error}"
+            raise UpstreamBroke("framing", message) from error
+        if "model" in chunk:
+            chunk["model"] = self._asked
+        try:
+            return self._show(chunk)
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+            message = f"the engine sent an event of another shape: {error}"
+            raise UpstreamBroke("framing", message) from error
+
+
+class Recorded(Relay):
+    """A relay whose stream can be continued elsewhere.
+
+    It raises UpstreamBroke where a plain relay would end the answer.
+
+    Its client receives complete events only, so another event may follow at any time.
+    """
+
+    __slots__ = ()
+
+    @property
+    def at_seam(self) -> bool:
+        """Whether an event could follow what the client has."""
+        return self._sse and self.committed
+
+    @property
+    def _told_all(self) -> bool:
+        """Whether the client has the last event, according to the ledger.
+
+        The relay may have seen events that were taken back.
+        """
+        return self._recorder.ledger.done
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert isinstance(self.renamer, Recorder)
+        return self.renamer
+
+    def _end(self, out: bytes) -> bytes:
+        unfinished = self._carry or self._recorder.ledger.finish is None
+        if self._sse and not self._done and unfinished and not self._last.rstrip().endswith(_DONE):
+            self._recorder.ledger.take_back()
+            raise UpstreamBroke("truncated", "the engine ended its stream early")
+        return super()._end(out)
+
+    def _closing(self) -> bytes | None:
+        """Return what is missing at the end of the whole answer, by the ledger."""
+        ledger = self._recorder.ledger
+        return None if ledger.finish is None else ledger.closing()
+
+    def continued(self, rest: Relay, usage: Usage) -> None:
+        """Add what another relay has passed on after this one broke, and the answer's counts."""
+        self.bytes_out += rest.bytes_out
+        self.events += rest.events
+        self.last_at = rest.last_at or self.last_at
+        self._reason = rest._reason
+        self._counts = usage
+
+
+class Continuation(Recorded):
+    """The relay of an answer's rest: the client has its head already."""
+
+    __slots__ = ()
+
+    def _opening(self) -> bytes:
+        return b""

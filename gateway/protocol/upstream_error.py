@@ -1,0 +1,46 @@
+"""How an engine failed to respond, and what that means for the health of its endpoint."""
+
+from __future__ import annotations
+
+from policies.health.health import Event
+
+STOPPED = "shutdown"
+"""The failure kind of requests that end because the gateway shuts down."""
+MODEL_GONE = "model_gone"
+"""The failure kind of an attempt at an engine that no longer has a model that it listed."""
+
+# Failure kinds that count as something other than a failure of the engine.
+_HEALTH_EVENTS = {
+    "connect_failed": Event.CONNECT_FAILED,
+    "connect_timeout": Event.CONNECT_FAILED,
+    "timeout": Event.TIMED_OUT,
+    "ejected": Event.IGNORED,
+    "slow": Event.IGNORED,
+    STOPPED: Event.IGNORED,
+    MODEL_GONE: Event.IGNORED,
+    "status_429": Event.IGNORED,
+    # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.
+    "status_503": Event.IGNORED,
+}
+
+
+class UpstreamBroke(Exception):
+    """Raised when an engine's response is incomplete or missing.
+
+    kind                the failure's label in metrics; also decides what it means for health
+    was_sent            the request was written to a connection, so the engine may have run it
+    was_new_connection  the connection was new and was lost before any byte of a response
+    """
+
+    def __init__(self, kind: str, message: str, *, sent: bool = True) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.sent = sent
+        self.fresh = False
+
+
+def evidence(error: UpstreamBroke) -> Event:
+    """Return the health event of a failure; losing a new connection counts as a refused one."""
+    if error.fresh:
+        return Event.CONNECT_FAILED
+    return _HEALTH_EVENTS.get(error.kind, Event.FAILED)

@@ -1,0 +1,133 @@
+"""Plan of a request whose model is split: a prefill and decode pair, or one endpoint for all of it.
+
+policies/pricing/split.py decides per attempt which of the two. Not here: what happens inside a pair's
+attempt (gateway/disagg/attempt.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from gateway.disagg.attempt import PairAttempt
+from gateway.disagg.leg_requests import SplitContext
+from gateway.disagg.pairing import SplitRoute
+from gateway.exchange import Exchange, SplitRecord
+from gateway.http.client import Client
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.json_splice import shape
+from gateway.protocol.openai import Call
+from gateway.protocol.relay import UpstreamBroke
+from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
+from gateway.proxy.whole import WholePlan, pick_longest
+from gateway.route import Gateway, Route
+from policies import run
+from policies.model import Ask, Pick
+from policies.pricing.split import Decision, Pair, Reason
+
+SplitAttempts = AttemptPlan[Pick | Pair]
+"""SplitPlan's type for the loop: a choice of two types is more than the type checker infers."""
+
+_UNSPLITTABLE = (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES)
+
+
+class SplitPlan:
+    """A request of a split model, attempted by pairs and single endpoints until its answer begins.
+
+    _whole      attempts the whole request at one endpoint
+    _ask, _decision  the question and the decision of the newest choice
+    _recompute  the next attempt should compute the whole request at one endpoint, because a handoff
+                failed
+    """
+
+    __slots__ = ("_ask", "_context", "_decision", "_recompute", "_route", "_whole", "exchange", "gateway")
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        client: Client,
+        route: Route,
+        call: Call,
+        split: SplitRoute,
+    ) -> None:
+        fingerprint = exchange.fingerprint
+        if fingerprint is None:
+            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+        self.gateway, self.exchange, self._route = gateway, exchange, route
+        self._context = SplitContext(gateway, route, split, exchange, client, call, fingerprint)
+        self._whole = WholePlan(gateway, exchange, client, route, call)
+        self._recompute = False
+
+    def choose(self, left_out: Sequence[str]) -> Pair | Pick | None:
+        context = self._context
+        endpoints, request = context.gateway.endpoints, context.call.request
+        ask = self._ask = endpoints.ask(request, context.fingerprint, left_out)
+        decision = self._decision = self._decide(ask)
+        return decision.pair or self._pick_alone(ask)
+
+    def _decide(self, ask: Ask) -> Decision:
+        context = self._context
+        pools, splitting = context.split.pools, context.gateway.handoffs.splitting
+        mode = splitting.get(self._route.name, False)
+        if self._recompute and any(candidate.load.available for candidate in pools.alone):
+            return Decision(None, Reason.RECOMPUTE, mode)
+        return context.split.splitter.decide(pools, ask, shape(context.call.members), mode)
+
+    def _pick_alone(self, ask: Ask) -> Pick | None:
+        """Pick one endpoint for the whole request.
+
+        A pair takes two places for one permit, so a request with a permit may find all endpoints at
+        their caps. A prompt that only an estimate calls too long goes to the longest context.
+        """
+        context, policy = self._context, self._route.policy
+        alone = context.split.pools.alone
+        pick = run.pick(policy, ask, alone) or run.pick(context.split.splitter.crowded, ask, alone)
+        return pick or pick_longest(policy, ask, alone, context.call)
+
+    async def attempt(self, choice: Pair | Pick) -> UpstreamBroke | None:
+        record, exchange = self._note_decision(), self.exchange
+        if isinstance(choice, Pair):
+            exchange.pick, exchange.picked_at = choice.decode, monotonic()
+            record.prefill = choice.prefill.candidate.endpoint.name
+            record.dialect = self._context.split.dialect.name
+            with PairAttempt(self._context, choice, record) as pair:
+                problem = await pair.run(self._ask)
+            self._recompute = pair.recompute
+            if problem is not None:
+                exchange.retries += pair.suspects
+            return problem
+        self._whole.ask = self._ask
+        problem = await self._whole.attempt(choice)
+        self._recompute = False  # that was done; a pair of other endpoints may still succeed
+        if problem is not None:
+            exchange.retries.append(choice.candidate.endpoint.name)
+        return problem
+
+    def _note_decision(self) -> SplitRecord:
+        """Count the decision, keep its mode, and return the exchange's record of it."""
+        context, decision = self._context, self._decision
+        handoffs = context.gateway.handoffs
+        handoffs.splitting[self._route.name] = decision.splitting
+        handoffs.decided(decision)
+        record = context.exchange.split = SplitRecord(decision.reason)
+        return record
+
+    async def may_retry(self, problem: UpstreamBroke) -> bool:
+        exchange = self.exchange
+        if exchange.committed:
+            return False
+        await permit_retry(self.gateway, exchange, problem)
+        return True
+
+    def give_up(self, problem: UpstreamBroke | None) -> None:
+        context = self._context
+        self._note_decision()
+        context.exchange.pick = None
+        if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
+            raise GatewayError(
+                Failure.BAD_REQUEST,
+                f"Every request of model '{self._route.name}' is split, and this one cannot be "
+                f"({self._decision.reason}).",
+            )
+        raise no_endpoint_error(context.exchange, self._route, self._ask, problem)

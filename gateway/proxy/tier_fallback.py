@@ -1,0 +1,53 @@
+"""A smaller model that may serve a request instead of a refusal, if the configuration names one.
+
+policies/pricing/model_tiers.py ranks the models, and the room of each decides whether the request may enter. Not
+here: how the answer names the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.protocol.openai import Call
+from gateway.route import Route
+from policies.model import Ask
+from policies.pricing.model_tiers import Tier, alternatives
+
+
+def into(
+    endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
+) -> Route | None:
+    """Return the route of a smaller model whose room has given a Permit; None if none has.
+
+    There is no waiting in a smaller model's room: its own requests go first.
+    """
+    if not route.overflow:
+        return None
+    overflow = [(name, penalty) for name, penalty in route.overflow if name in routes]
+    tiers = [Tier(name, routes[name].candidates, penalty) for name, penalty in overflow]
+    ask = endpoints.ask(call.request, None, ())
+    for tier, _ in alternatives(ask, tiers):
+        smaller = routes[tier.name]
+        if _fits_context(smaller, call) and smaller.room.enter_now(_discount(ask, tier)):
+            return smaller
+    return None
+
+
+def _fits_context(route: Route, call: Call) -> bool:
+    request = call.request
+    prompt_tokens = request.prompt_tokens // request.prompts
+    needed_tokens = prompt_tokens + request.output_tokens // request.choices
+    return route.context_tokens is None or needed_tokens <= route.context_tokens
+
+
+def _discount(ask: Ask, tier: Tier) -> Ask:
+    """Return the question for a smaller model, where the request is worth less.
+
+    A refusal there is not final, so no Retry-After is promised for it.
+    """
+    slo = ask.request.slo
+    slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
+    return replace(ask, request=replace(ask.request, slo=slo), returns=False)

@@ -1,0 +1,190 @@
+"""Auto-rollback: reverts a configuration change after which more requests fail.
+
+Enabled by `reload.auto_rollback`, which is off by default. Compares the window before a change with
+the window after it. To judge changes by another measure too, add a field to FailureCount and a
+condition to regression().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Protocol
+
+import msgspec
+
+from gateway.config import AutoRollback
+from gateway.metrics.catalogue import Metrics
+from gateway.reload.reloader import ChangeOptions, Reloader
+
+log = logging.getLogger("penstock")
+
+LOOK_S = 1.0
+TRIGGER = "auto_rollback"
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """Requests that have ended, and how many of them failed for reasons other than the client."""
+
+    ended: int = 0
+    failed: int = 0
+
+    def since(self, earlier: Tally) -> Tally:
+        return Tally(self.ended - earlier.ended, self.failed - earlier.failed)
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(self.ended + other.ended, self.failed + other.failed)
+
+    @property
+    def ratio(self) -> float:
+        return self.failed / self.ended if self.ended else 0.0
+
+
+def is_failure(code: str, reason: str) -> bool:
+    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte."""
+    return code.startswith("5") or (code == "200" and reason != "served")
+
+
+def tallied(metrics: Metrics) -> Tally:
+    """Count the ended and failed requests since the start of the process."""
+    ended = failed = 0
+    for (_, code, reason), counter in metrics.requests_total.children():
+        ended += int(counter.value)
+        if is_failure(code, reason):
+            failed += int(counter.value)
+    return Tally(ended, failed)
+
+
+def worse(before: Tally, after: Tally, limits: AutoRollback) -> str | None:
+    """Return why the change should be reverted; None if it should not, or with too few requests."""
+    if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
+        return None
+    return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
+
+
+class TrialTarget(Protocol):
+    """What a change is applied to: one gateway, or all workers of one."""
+
+    @property
+    def limits(self) -> AutoRollback | None:
+        """The limits; None if auto-rollback is off."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    async def tally(self) -> Tally: ...
+
+    async def roll_back(self) -> tuple[str, str]:
+        """Return to the version before; return (result, message), with "applied" on success."""
+        ...
+
+
+class GatewayOnTrial:
+    """A single gateway as the target of auto-rollback."""
+
+    def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
+        self._reloader = reloader
+        self._metrics = metrics
+
+    @property
+    def limits(self) -> AutoRollback | None:
+        return self._reloader.running.config.reload.auto_rollback
+
+    @property
+    def version(self) -> int:
+        return self._reloader.version.number
+
+    async def tally(self) -> Tally:
+        return tallied(self._metrics)
+
+    async def roll_back(self) -> tuple[str, str]:
+        outcome = await self._reloader.rollback(
+            None, TRIGGER, if_match=self._reloader.version.etag, options=ChangeOptions(force=True)
+        )
+        if outcome.result == "applied":
+            self._metrics.config_reload_total.labels("rolled_back").inc()
+        return outcome.result, outcome.message
+
+
+class _Change(msgspec.Struct, frozen=True):
+    """The change under observation, with the counts when it was applied and the window before."""
+
+    applied_at: float
+    version: int
+    count: Tally
+    before: Tally
+
+
+class Trial:
+    """Checks the last change once a second while auto-rollback is on. Rollbacks are not checked."""
+
+    def __init__(self, target: TrialTarget, say: Callable[[str, bool], None]) -> None:
+        """`say` reports a line to the operator; its second argument is True for bad news."""
+        self._target = target
+        self._report = say
+        self._counts: deque[tuple[float, Tally]] = deque()
+        self._change: _Change | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="auto-rollback")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def applied(self, trigger: str) -> None:
+        """Start the window of a change that has been applied, unless it is a rollback."""
+        limits = self._target.limits
+        if limits is None or trigger in (TRIGGER, "rollback"):
+            self._change = None
+            return
+        now, count = monotonic(), await self._target.tally()
+        window_start = now - limits.window
+        first = next((past for at, past in self._counts if at >= window_start), count)
+        self._change = _Change(now, self._target.version, count, count.since(first))
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look(monotonic())
+            except Exception:
+                log.exception("auto-rollback failed to check a change")
+
+    async def look(self, now: float) -> bool:
+        """Record the current counts and revert the last change if it is a regression.
+
+        Returns whether a rollback was attempted.
+        """
+        limits = self._target.limits
+        if limits is None:
+            self._counts.clear()
+            return False
+        count = await self._target.tally()
+        self._counts.append((now, count))
+        while self._counts[0][0] < now - limits.window:
+            self._counts.popleft()
+        change = self._change
+        if change is None:
+            return False
+        reason = None
+        if self._target.version == change.version:
+            reason = worse(change.before, count.since(change.count), limits)
+        if reason is None:
+            if now - change.applied_at >= limits.window:
+                self._change = None
+            return False
+        self._change = None
+        self._report(f"v{change.version} made things worse: {reason}. Rolling back.", True)
+        result, message = await self._target.roll_back()
+        if result != "applied":  # there is no older version, or another change came first
+            self._report(f"v{change.version} was not rolled back: {message}", True)
+        return True

@@ -1,0 +1,91 @@
+"""Watches the files of a configuration and triggers a reload when they change.
+
+The known paths are polled with stat() five times a second, in a thread, so a hung network disk
+blocks no request. Unlike inotify, polling works on network and overlay file systems and follows the
+symbolic links of a ConfigMap's ..data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from gateway.config import Loaded
+
+log = logging.getLogger("penstock")
+
+POLL_S = 0.2
+
+Look = tuple[int, int, int, int]
+"""Changes when the file does: device, inode, length, and time of the last change in ns."""
+
+
+class Followed(Protocol):
+    """A configuration loaded from files; `running` may turn watching off."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
+
+    running: Loaded
+
+    async def changed(self) -> object:
+        """Reload, because one of the files has changed."""
+        ...
+
+
+class Follow:
+    """One background task.
+
+    A change counts once two polls in a row agree, so no half-written file is read.
+    """
+
+    def __init__(self, reloader: Followed) -> None:
+        self._reloader = reloader
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start watching.
+
+        The first poll counts as a change, so an edit since the files were loaded is not missed.
+        """
+        first = await _stat_all(self._reloader.paths)
+        self._task = asyncio.create_task(self._run(first), name="watch the configuration")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, last: dict[Path, Look | None]) -> None:
+        handled: dict[Path, Look | None] | None = None
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = await _stat_all(self._reloader.paths)
+            is_settled = now == last
+            last = now
+            is_new = now != handled
+            if is_settled and is_new and self._reloader.running.config.reload.watch:
+                handled = now
+                try:
+                    await self._reloader.changed()
+                except Exception:
+                    log.exception("reload after a change of the configuration file failed")
+
+
+async def _stat_all(paths: Iterable[Path]) -> dict[Path, Look | None]:
+    return await asyncio.to_thread(lambda: {path: _stat(path) for path in paths})
+
+
+def _stat(path: Path) -> Look | None:
+    """Return the file's state; None if it cannot be read or the path is invalid."""
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,128 @@
+"""The history of applied configurations: the last twenty, in memory and optionally on disk.
+
+Texts are stored as written, with references instead of the secrets that they lead to. A text that
+contains a secret itself is not written to the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from gateway.config import Loaded
+from gateway.config.diff import Change
+
+log = logging.getLogger("penstock")
+
+KEEP = 20
+FILE_CAP_BYTES = 4 << 20
+
+
+class Version(msgspec.Struct, frozen=True):
+    """One configuration that has been applied.
+
+    number   counts up, also for a rollback
+    at       Unix time in seconds
+    trigger  start, file, secret (referenced by the text), signal, command, admin, rollback,
+             auto_rollback
+    file     name of the text's source
+    changes  differences from the version before
+    text     as written; None if it was not stored
+    """
+
+    number: int
+    at: float
+    trigger: str
+    file: str
+    hash: str
+    changes: tuple[Change, ...] = ()
+    text: str | None = None
+
+    @property
+    def etag(self) -> str:
+        """The ETag for If-Match. It differs between versions with equal texts."""
+        return f'"{self.number}-{self.hash}"'
+
+
+def made(
+    number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Change, ...]
+) -> Version:
+    """Create the version for a loaded configuration."""
+    digest = hashlib.sha256(loaded.text).hexdigest()[:12]
+    text = loaded.text.decode("utf-8-sig") or None
+    return Version(number, at, trigger, loaded.file, digest, changes, text)
+
+
+class Versions:
+    """The last KEEP versions, oldest first. Written by the Reloader only."""
+
+    def __init__(self, folder: Path | None, current: int | None = None) -> None:
+        """`current` is the version that the other workers have in force; None in the first worker.
+
+        Stored versions with a higher number were never in force in the other workers and are
+        ignored.
+        """
+        self._folder = folder
+        self.told = current
+        stored = [] if folder is None else _read_all(folder)
+        self._versions = [
+            version for version in stored if current is None or version.number <= current
+        ]
+
+    def all(self) -> tuple[Version, ...]:
+        return tuple(self._versions)
+
+    def find(self, number: int) -> Version | None:
+        return next((version for version in self._versions if version.number == number), None)
+
+    @property
+    def next_number(self) -> int:
+        return self._versions[-1].number + 1 if self._versions else 1
+
+    def add(self, version: Version) -> None:
+        """Append a version; it replaces one with the same number."""
+        others = [other for other in self._versions if other.number != version.number]
+        self._versions = [*others, version][-KEEP:]
+
+    def write(self, version: Version, *, in_clear: bool) -> None:
+        """Write the version to the folder, if there is one, atomically. Call it in a thread.
+
+        Raises OSError when it cannot be written.
+
+        in_clear  the text contains a secret, so it is left out
+        """
+        if self._folder is None:
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stored = msgspec.structs.replace(version, text=None) if in_clear else version
+        target = self._folder / _file_name(version.number)
+        temporary = target.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        handle = os.open(temporary, flags, 0o600)
+        with open(handle, "wb") as file:
+            file.write(msgspec.json.encode(stored))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        for old in sorted(self._folder.glob("v*.json"))[:-KEEP]:
+            old.unlink()
+
+
+def _file_name(number: int) -> str:
+    return f"v{number:08d}.json"
+
+
+def _read_all(folder: Path) -> list[Version]:
+    versions = []
+    for path in sorted(folder.glob("v*.json"))[-KEEP:]:
+        try:
+            with path.open("rb") as file:
+                content = file.read(FILE_CAP_BYTES)
+            versions.append(msgspec.json.decode(content, type=Version))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("%s is no version of a configuration and is ignored: %s", path, error)
+    return sorted(versions, key=lambda version: version.number)

@@ -1,0 +1,299 @@
+"""Builds the snapshot of a configuration: routes by model name, tenants, limits.
+
+build() makes a Plan from a Config and the live parts, and changes nothing; reload/swap.py carries
+it out. A snapshot only refers to live state, so replacing one loses nothing, and an exchange keeps
+the snapshot that it began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from gateway.admission.controller import Gate, Room
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Secret
+from gateway.disagg import pairing
+from gateway.fleet.endpoint_registry import Adoption
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
+from gateway.legs import forward
+from gateway.protocol.cache_salts import cache_salts
+from gateway.protocol.service_class import Levels
+from gateway.proxy.rest import prepare_recorded
+from gateway.route import CanaryRoute, PoolTrials, Route, Snapshot
+from gateway.trials import shadow
+from gateway.trials.canary import Sides, chosen
+from gateway.trials.shadow import Shadows
+from policies import admission_registry, registry
+from policies.admission.admission import Admission
+from policies.contract import Policy
+from policies.filters import telling
+from policies.model import Candidate, EngineKind, Slo
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What a pool's room becomes: its endpoints, its admission and its tenants' shares.
+
+    serving   the endpoints that serve whole requests
+    believes  predictions for the pool's endpoints are in use: by a policy, an admission, or a
+              larger model that may overflow into the pool
+    """
+
+    room: Room
+    serving: tuple[Candidate, ...]
+    admission: Admission
+    shares: Mapping[str, float]
+    believes: bool
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A snapshot, and what the live parts become with it.
+
+    It is valid until another plan is carried out.
+
+    rooms  by pool
+    """
+
+    snapshot: Snapshot
+    adoption: Adoption
+    rooms: Mapping[str, Opening]
+
+
+def build(
+    config: Config,
+    endpoints: EndpointTable,
+    gate: Gate,
+    discovered: Mapping[str, Sequence[str]],
+    before: Snapshot | None = None,
+) -> Plan:
+    """Return the plan of the generation after `before`. Changes nothing.
+
+    A policy whose configuration has not changed is kept with its state. `discovered` lists the
+    model names per pool that engines report, for a configuration that names none. A model that no
+    endpoint of its pool lists gets no route. Raises policies.registry.PolicyConfigError for a
+    policy that cannot be built.
+    """
+    policies = _policies(config, before)
+    trials = {
+        pool: _pool_trials(pool, config, endpoints, policies[pool], before) for pool in config.pools
+    }
+    adoption = endpoints.plan(config)
+    candidates = adoption.pools
+    # Prefill endpoints have no part in a room's capacity.
+    serving = {name: pairing.whole(members) for name, members in candidates.items()}
+    rooms = _rooms(config, gate, serving, policies, trials, before)
+    levels = Levels(config)
+    routes: dict[str, Route] = {}
+    unlisted: dict[str, str] = {}
+    able: dict[str, tuple[int, ...]] = {}
+    for model in _models(config, discovered):
+        pool = model.pool
+        listing = _able(config, adoption, model, candidates[pool])
+        able[model.name] = tuple(candidate.load.slot for candidate in listing)
+        if serving[pool] and not pairing.whole(listing):
+            message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
+            unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
+            continue
+        slo = levels.named(model.slo)
+        route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
+        routes.update(dict.fromkeys((model.name, *model.aliases), route))
+    tenants = {
+        _digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)
+    }
+    generation = before.generation + 1 if before is not None else 1
+    salts = cache_salts(config)
+    snapshot = Snapshot(
+        generation, config, routes, tenants, policies, levels, trials, salts, unlisted, able
+    )
+    return Plan(snapshot, adoption, rooms)
+
+
+def _route(
+    config: Config,
+    model: Model,
+    policy: Policy,
+    trials: PoolTrials,
+    opening: Opening,
+    slo: Slo,
+    listing: tuple[Candidate, ...],
+) -> Route:
+    """Return the route of a model; `listing` are the endpoints that may serve it."""
+    members = pairing.whole(listing)
+    route = Route(
+        model.name,
+        model.pool,
+        model.context_tokens,
+        _with_applicable_filters(policy, listing),
+        members,
+        opening.room,
+        forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
+        policy.reads_prefix or config.observability.access_blocks,
+        opening.believes,
+        slo,
+        any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
+        tuple((tier.model, tier.penalty) for tier in model.overflow),
+        pairing.split_route(model, policy, listing),
+        trials.shadows,
+        resume=model.resume,
+        sequences=config.limits.sequences,
+        engine_name=common_name(model, members),
+        is_partial=len(members) < len(opening.serving),
+    )
+    return _with_canary(route, config, model, trials, listing)
+
+
+def _digest(key: Secret) -> bytes:
+    return hashlib.sha256(key.reveal().encode()).digest()
+
+
+def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
+    """Return every pool's policy: the one in force if its configuration has not changed."""
+    policies = {}
+    for name, pool in config.pools.items():
+        old = before.config.pools.get(name) if before is not None else None
+        canary = before.tried[name].canary if before is not None and old is not None else None
+        if before is not None and old is not None and old.policy == pool.policy:
+            policies[name] = before.policies[name]
+        elif (
+            canary is not None
+            and old is not None
+            and old.canary is not None
+            and old.canary.policy == pool.policy
+        ):
+            policies[name] = canary  # promoted, with everything it has learned
+        else:
+            policies[name] = _policy(pool.policy)
+    return policies
+
+
+def _policy(spec: PolicySpec) -> Policy:
+    return registry.build(spec.name, spec.params)
+
+
+def _with_applicable_filters(policy: Policy, members: tuple[Candidate, ...]) -> Policy:
+    """Return the policy without the filters that can reject none of these endpoints."""
+    return msgspec.structs.replace(policy, filters=telling(policy.filters, members))
+
+
+def _pool_trials(
+    pool: str, config: Config, endpoints: EndpointTable, policy: Policy, before: Snapshot | None
+) -> PoolTrials:
+    """Return the shadows and the canary of a pool.
+
+    Those whose configuration has not changed are kept with their results, unless the pool's policy
+    has changed.
+    """
+    spec, old = config.pools[pool], None
+    kept = PoolTrials()
+    if before is not None:
+        old = before.config.pools.get(pool)
+    if before is not None and old is not None and before.policies[pool] is policy:
+        current = before.tried[pool]
+        if (old.shadow, old.canary) == (spec.shadow, spec.canary):
+            return current
+        is_same_canary = old.canary == spec.canary
+        kept = PoolTrials(
+            current.shadows if old.shadow == spec.shadow else None,
+            current.canary if is_same_canary else None,
+            current.sides if is_same_canary else None,
+        )
+    shadows, canary, sides = kept.shadows, kept.canary, kept.sides
+    if spec.shadow and shadows is None:
+        parts = shadow.named([(part.name, part.params, _policy(part)) for part in spec.shadow])
+        shadows = Shadows(pool, parts, endpoints, policy)
+    if spec.canary is not None and canary is None:
+        canary, sides = _policy(spec.canary.policy), Sides(pool, spec.canary, policy.name)
+    return PoolTrials(shadows, canary, sides)
+
+
+def _with_canary(
+    route: Route,
+    config: Config,
+    model: Model,
+    trials: PoolTrials,
+    members: tuple[Candidate, ...],
+) -> Route:
+    """Return the route with a canary route for a part of its requests, if one is configured.
+
+    The canary route has the canary's policy and no shadows.
+    """
+    spec = config.pools[route.pool].canary
+    if spec is None or trials.canary is None or trials.sides is None:
+        return route
+    replace = msgspec.structs.replace
+    split = pairing.split_route(model, trials.canary, members)
+    second = replace(
+        route,
+        policy=_with_applicable_filters(trials.canary, members),
+        fingerprints=trials.canary.reads_prefix or config.observability.access_blocks,
+        split=split,
+        shadows=None,
+    )
+    return replace(route, canary=CanaryRoute(chosen(route.pool, spec), second, trials.sides))
+
+
+def _rooms(
+    config: Config,
+    gate: Gate,
+    serving: Mapping[str, tuple[Candidate, ...]],
+    policies: Mapping[str, Policy],
+    trials: Mapping[str, PoolTrials],
+    before: Snapshot | None,
+) -> dict[str, Opening]:
+    """Return what becomes of every room.
+
+    An admission is kept with its state if neither its configuration nor the tenants' shares have
+    changed.
+    """
+    shares = {tenant.name: tenant.weight for tenant in config.tenants}
+    has_same_shares = before is not None and shares == {
+        tenant.name: tenant.weight for tenant in before.config.tenants
+    }
+    tiers = {tier.model for model in config.models for tier in model.overflow}
+    tier_pools = {
+        model.pool for model in config.models if not tiers.isdisjoint((model.name, *model.aliases))
+    }
+    openings = {}
+    for name, pool in config.pools.items():
+        room, old = gate.room(name), None
+        if before is not None:
+            old = before.config.pools.get(name)
+        is_same = has_same_shares and old is not None and old.admission == pool.admission
+        admission = room.admission if is_same else _admission(pool.admission, shares)
+        believes = (
+            policies[name].reads_beliefs
+            or admission.reads_beliefs
+            or name in tier_pools
+            or trials[name].reads_beliefs
+        )
+        openings[name] = Opening(room, serving[name], admission, shares, believes)
+    return openings
+
+
+def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
+    """Build an admission.
+
+    One that takes weights gets the tenants' shares, unless its parameters give others.
+    """
+    known = admission_registry.params_type(spec.name).__struct_fields__
+    params = {"weights": shares, **spec.params} if shares and "weights" in known else spec.params
+    return admission_registry.build_admission(spec.name, params)
+
+
+def _able(
+    config: Config, adoption: Adoption, model: Model, candidates: tuple[Candidate, ...]
+) -> tuple[Candidate, ...]:
+    if config.models:
+        return adoption.able(model, candidates)
+    return adoption.serving(model.name, candidates)
+
+
+def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:
+    """Return the configured models; without any, those that the engines of each pool report."""
+    if config.models:
+        return explicit_models(config)
+    names = [(pool, name) for pool in config.pools for name in discovered.get(pool, ())]
+    return [Model(name=name, pool=pool, served_model=name) for pool, name in names]

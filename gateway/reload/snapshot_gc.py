@@ -1,0 +1,51 @@
+"""Garbage collection of replaced snapshots: frees what only they need.
+
+A request holds the Snapshot it began with until its last byte. So once a Snapshot is no longer
+referenced, no request can pick from it. A weak reference detects that, at no cost per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ref
+
+from gateway.route import Snapshot
+
+
+class Generations:
+    """Replaced snapshots that may still be in use, and the actions to run once they are not."""
+
+    def __init__(self) -> None:
+        self._old: list[tuple[int, ref[Snapshot]]] = []
+        self._actions: list[tuple[int, Callable[[], None]]] = []
+
+    def replaced(self, snapshot: Snapshot) -> None:
+        """Track a snapshot with which no new request begins."""
+        self._old.append((snapshot.generation, ref(snapshot)))
+
+    def when_gone(self, generation: int, action: Callable[[], None]) -> None:
+        """Run `action` once no snapshot of this generation or an older one is in use."""
+        self._actions.append((generation, action))
+
+    def sweep(self) -> None:
+        """Run the actions that are due. Call it regularly."""
+        self._old = [
+            (generation, reference)
+            for generation, reference in self._old
+            if reference() is not None
+        ]
+        actions, self._actions = self._actions, []
+        oldest = self._old[0][0] if self._old else None
+        due = []
+        for generation, action in actions:
+            if oldest is None or generation < oldest:
+                due.append(action)
+            else:
+                self._actions.append((generation, action))
+        for action in due:
+            action()
+
+    @property
+    def waiting(self) -> int:
+        """Number of pending actions."""
+        return len(self._actions)

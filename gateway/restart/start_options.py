@@ -1,0 +1,66 @@
+"""How a gateway process was started: configuration, sockets, and place among workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from gateway.config import Loaded
+from gateway.http.listener_sockets import EMPTY, Sockets
+from gateway.reload.reloader import Say
+from gateway.restart.predecessor import Predecessor
+
+log = logging.getLogger("penstock")
+
+
+def log_reload(line: str, bad: bool) -> None:
+    """Log the outcome of a reload for the operator."""
+    log.log(logging.ERROR if bad else logging.INFO, "%s", line)
+
+
+class Local(msgspec.Struct, frozen=True):
+    """The settings of a worker, one of several gateway processes on this machine.
+
+    hub      path of the unix socket over which the workers exchange state
+    secret   shared by all workers
+    number   from 0; only worker 0 writes the version history to disk
+    admin    path of the unix socket of its admin server
+    version  number of the configuration version in force; None in the first worker
+    drained  names of the endpoints that an operator has drained
+    """
+
+    hub: str
+    secret: bytes
+    number: int
+    admin: str
+    version: int | None
+    drained: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Local({self.number})"
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """How the process was started.
+
+    loaded       the configuration
+    file         what a reload reads; None if the engines were given on the command line
+    env          environment variables that the configuration may refer to
+    say          reports the outcome of a reload to the operator
+    local        the worker's settings; None without workers
+    sockets      listening sockets opened by systemd, a supervisor or the predecessor
+    activated    the listeners whose sockets are systemd's; their configured address is ignored
+    predecessor  the process that this one replaces; None if there is none
+    """
+
+    loaded: Loaded
+    file: Path | None = None
+    env: Mapping[str, str] = {}
+    say: Say = log_reload
+    local: Local | None = None
+    sockets: Sockets = EMPTY
+    activated: frozenset[str] = frozenset()
+    predecessor: Predecessor | None = None

@@ -1,0 +1,462 @@
+"""Accounting of ended requests: their metrics and their line in the access log.
+
+Each exchange is accounted once.
+
+Exchanges that end in the same turn of the event loop are accounted together at its end. So no
+response waits for the accounting, and the code and counters stay in the processor's caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from _thread import start_new_thread
+from contextlib import suppress
+from time import monotonic, time
+
+import msgspec
+
+from gateway.config import Observability
+from gateway.exchange import Exchange, SplitRecord
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.metric_types import Counter, Histogram
+from gateway.protocol.relay import Relay
+from gateway.protocol.stream_scan import Usage
+from gateway.telemetry.explain import Explained, before
+from gateway.telemetry.log_file import LogFile, Rotation
+from gateway.telemetry.otlp import Tracer
+from gateway.telemetry.slo_outcomes import REGRET_EVERY, Kept, usage_of
+from policies.contract import Policy
+from policies.model import Ask, Pick
+from policies.prefix.fingerprint import ids_of
+
+log = logging.getLogger("penstock")
+
+MAX_CHILDREN = 8192
+SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
+WAITED_S = 0.001  # shorter queue times mean that the request did not wait
+NO_ANSWER = Relay(b"")  # stands in for a missing response; never fed
+REOPEN_AGAIN_S = 0.05
+KEEP_BYTES = 8 * 1024 * 1024  # buffer for a blocked sink; lines beyond it are dropped and counted
+
+
+class AccessLine(msgspec.Struct, omit_defaults=True):
+    """One request in the access log. Times in us count from when the request's head was parsed.
+
+    slo, kept          its service class and SLO outcome
+    predicted_ttft_us  counted from the pick
+    asked_model        the requested model, if another one served the request
+    blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
+    resumes            how often the stream was continued on another endpoint
+    hedged             the endpoint whose concurrent attempt was cancelled
+    """
+
+    time: float
+    id: str
+    client: str
+    api: str
+    status: int
+    outcome: str
+    done_us: int
+    reason: str | None = None
+    tenant: str = ""
+    model: str = ""
+    endpoint: str = ""
+    stream: bool = False
+    received_us: int | None = None
+    parsed_us: int | None = None
+    admitted_us: int | None = None
+    picked_us: int | None = None
+    sent_us: int | None = None
+    first_byte_us: int | None = None
+    first_token_us: int | None = None
+    last_us: int | None = None
+    body_bytes: int = 0
+    bytes_out: int = 0
+    events: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    believed_cached_tokens: int | None = None
+    finish_reason: str | None = None
+    pick_reason: str | None = None
+    pick_score: float | None = None
+    considered: int | None = None
+    retries: list[str] = []
+    slo: str = ""
+    kept: str = ""
+    predicted_ttft_us: int | None = None
+    split_reason: str = ""
+    prefill: str = ""
+    dialect: str = ""
+    transport: str | None = None
+    prefilled_us: int | None = None
+    handed_over_us: int | None = None
+    handoff_us: int | None = None
+    asked_model: str = ""
+    proxy_request_id: str = ""
+    blocks: list[int] = []
+    trace_id: str = ""
+    resumes: int = 0
+    hedged: str = ""
+
+
+class AccessLog:
+    """A buffered log file. Writes happen in a thread, so a slow disk never delays a request."""
+
+    __slots__ = (
+        *("_dropped", "_encode", "_file", "_flush_s", "_lines", "_loop", "_size", "_timer"),
+        *("_writing", "blocks", "on"),
+    )
+
+    def __init__(
+        self, config: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter
+    ) -> None:
+        """`dropped` counts lost lines. Raises OSError when the file cannot be opened."""
+        rotate = config.access_rotate
+        rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
+        self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
+        self.on = self._file is not None
+        self._dropped = dropped
+        self.blocks = config.access_blocks
+        self._flush_s = config.access_flush
+        self._loop = loop
+        self._encode = msgspec.json.Encoder().encode
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Future[None] | None = None
+
+    def write(self, line: AccessLine) -> None:
+        encoded = self._encode(line)
+        if self._size > KEEP_BYTES:
+            self._dropped.inc()
+            return
+        self._lines.append(encoded)
+        self._size += len(encoded)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._flush_s, self._flush)
+
+    def reopen(self) -> None:
+        """Reopen the path if it leads to another file now; the writing thread does it."""
+        if self._file is None:
+            return
+        if self._writing is None:
+            self._begin()
+        else:
+            self._loop.call_later(REOPEN_AGAIN_S, self.reopen)
+
+    def _flush(self) -> None:
+        self._timer = None
+        if self._writing is not None:
+            self._timer = self._loop.call_later(self._flush_s, self._flush)
+        elif self._lines:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Hand the buffered lines to a new thread, which cannot keep the process alive.
+
+        Not threading.Thread: its start() blocks the event loop until the thread runs.
+        """
+        assert self._file is not None
+        block = self._take()
+        self._writing = self._loop.create_future()
+        try:
+            start_new_thread(self._write, (self._file, block))
+        except RuntimeError:  # no thread could be started; drop these lines and try again later
+            self._written(block.count(b"\n"))
+
+    def _write(self, file: LogFile, block: bytes) -> None:
+        lost = file.write(block)
+        with suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._written, lost)
+
+    def _written(self, lost: int) -> None:
+        self._dropped.inc(lost)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.set_result(None)
+
+    def _take(self) -> bytes:
+        block = b"\n".join([*self._lines, b""])
+        self._lines.clear()
+        self._size = 0
+        return block
+
+    async def close(self) -> None:
+        """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in range(2):  # the write in progress, then the remaining lines
+            if self._writing is not None:
+                await asyncio.wait([self._writing], timeout=1)
+            if self._file is not None and self._writing is None and self._lines:
+                self._begin()
+        if self._file is not None and self._writing is None:
+            self._file.close()
+        self._file, self.on = None, False
+
+
+class _MetricChildren:
+    """The metric children for one model, endpoint, status and reason."""
+
+    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_requests", "_tpot", "_ttft")
+
+    def __init__(
+        self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str
+    ) -> None:
+        self._requests: Counter = metrics.requests_total.labels(model, str(status), reason)
+        self._ttft: Histogram = metrics.ttft_seconds.labels(model, endpoint)
+        self._tpot: Histogram = metrics.tpot_seconds.labels(model, endpoint)
+        self._e2e: Histogram = metrics.e2e_seconds.labels(model)
+        self._prompt: Counter = metrics.prompt_tokens_total.labels(model)
+        self._completion: Counter = metrics.completion_tokens_total.labels(model)
+        self._cached: Counter = metrics.cached_tokens_total.labels(model)
+
+    def count(
+        self,
+        exchange: Exchange,
+        received: float,
+        relay: Relay,
+        usage: Usage,
+        prompt_tokens: int,
+        now: float,
+    ) -> None:
+        """Count one answered request, whose TTFT and TPOT have been set before."""
+        request_id = exchange.id
+        trace_id = "" if exchange.trace is None else exchange.trace.trace_id
+        tokens = usage.completion_tokens or max(relay.events - 2, 1)
+        ttft_s, tpot_s = exchange.ttft_s, exchange.tpot_s
+        if ttft_s is None:
+            # No token was recognized in the response: its first byte counts as the first token.
+            first, last = relay.first_byte_at or now, relay.last_at or now
+            ttft_s = first - received
+            tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
+        self._requests.value += 1.0
+        self._ttft.mark((ttft_s, now, request_id, trace_id))
+        self._e2e.observe(now - received)
+        if tpot_s is not None:
+            self._tpot.mark((tpot_s, now, request_id, trace_id))
+        self._prompt.value += usage.prompt_tokens or prompt_tokens
+        self._completion.value += tokens
+        if usage.cached_tokens:
+            self._cached.value += usage.cached_tokens
+
+
+class Accounts:
+    """Accounts ended exchanges: their metrics, their access line and their trace."""
+
+    __slots__ = (
+        *("_bytes_out", "_children", "_log", "_loop", "_metrics", "_over", "_overhead", "_picks"),
+        *("_stages", "_traces", "explained", "kept", "tracer"),
+    )
+
+    def __init__(
+        self, metrics: Metrics, log: AccessLog, traces: Tracer, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._loop = loop
+        self._over: list[tuple[Exchange, float]] = []
+        self._metrics = metrics
+        self._log = log
+        self._traces = traces
+        self.tracer: Tracer | None = None  # None while tracing is off
+        self.kept, self.explained = Kept(metrics), Explained()
+        self._picks = 0
+        self._overhead: Histogram = metrics.overhead_seconds
+        self._bytes_out: Counter = metrics.bytes_out_total
+        self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
+        self._children: dict[tuple[str, str, int, str], _MetricChildren] = {}
+
+    def follow(self, config: Observability) -> None:
+        """Apply a new configuration."""
+        self.kept.tell_tenants(config.tenants)
+        self._traces.follow(config.traces)
+        self.tracer = self._traces.on
+        self.explained.resize(config.explained)
+
+    def picked(self, exchange: Exchange, policy: Policy, query: Ask, pick: Pick) -> None:
+        """Record what the booking of this pick is about to change. Call it before the booking."""
+        self._picks += 1
+        if self._picks >= REGRET_EVERY:
+            self._picks = 0
+            self.kept.compare(query, pick)
+        if policy.terms is not None and self.explained.size:
+            exchange.before = before(policy, pick)
+
+    def close(self, exchange: Exchange) -> None:
+        """Account an ended exchange at the end of this turn of the event loop."""
+        if not self._over:
+            self._loop.call_soon(self.settle)
+        self._over.append((exchange, monotonic()))
+
+    def settle(self) -> None:
+        """Account all exchanges that have ended since the last call."""
+        over, self._over = self._over, []
+        unix_offset = time() - monotonic()
+        for exchange, now in over:
+            try:
+                self._account(exchange, now, unix_offset)
+            except Exception:  # an error in one exchange must not lose the others
+                log.exception("request %s could not be accounted", exchange.id)
+
+    def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
+        """Account an exchange that ended at `now`; `unix_offset` converts it to Unix time."""
+        relay = exchange.relay or NO_ANSWER
+        usage = relay.usage if exchange.split is None else usage_of(exchange, relay)
+        if relay.committed:
+            self._count_answered(exchange, relay, usage, now)
+        else:
+            self._count_unanswered(exchange, now)
+        if exchange.outcome == "client_gone":
+            self._metrics.client_disconnects_total.labels(exchange.stage).inc()
+        if exchange.side is not None:
+            exchange.side.count(exchange)
+        if self._log.on:
+            line = _line(exchange, relay, usage, now, unix_offset)
+            if self._log.blocks and exchange.fingerprint is not None:
+                line.blocks = ids_of(exchange.fingerprint)
+            self._log.write(line)
+        if exchange.trace is not None:
+            self._traces.ended(exchange, exchange.trace, now)
+        self.explained.keep(exchange, usage, relay.events, now)
+
+    def forget(self, endpoint: str) -> None:
+        """Forget the metric children of an endpoint name after their families have dropped them."""
+        self._children = {
+            key: children for key, children in self._children.items() if key[1] != endpoint
+        }
+
+    def hedged(self, endpoint: str) -> None:
+        self._metrics.hedges_total.labels(endpoint).inc()
+
+    def retried(self, kind: str) -> None:
+        self._metrics.retries_total.labels(kind).inc()
+
+    def resumed(self, kind: str, result: str) -> None:
+        """Count a stream that broke after its first byte, by the kind of failure and the result."""
+        self._metrics.resumes_total.labels(kind, result).inc()
+
+    def _count_unanswered(self, exchange: Exchange, now: float) -> None:
+        reason = exchange.reason or exchange.outcome
+        self._metrics.requests_total.labels(exchange.model, str(exchange.status), reason).inc()
+        self.kept.unanswered(exchange)
+        if exchange.status == 429:
+            slo = "" if exchange.call is None else exchange.call.request.slo.name
+            self._metrics.shed_total.labels(reason, slo).inc()
+            began = exchange.received_at or exchange.accepted_at
+            self._metrics.shed_seconds.observe(now - began)
+
+    def _count_answered(self, exchange: Exchange, relay: Relay, usage: Usage, now: float) -> None:
+        pick, call = exchange.pick, exchange.call
+        assert pick is not None
+        assert call is not None
+        endpoint = pick.candidate.endpoint
+        reason = exchange.reason or exchange.outcome
+        key = (exchange.model, endpoint.name, exchange.status, reason)
+        children: _MetricChildren = self._children.get(key) or self._metric_children(key)
+        received = exchange.received_at or now
+        self.kept.answered(exchange, relay, usage, received)
+        children.count(exchange, received, relay, usage, call.request.prompt_tokens, now)
+        if exchange.tier:
+            self._metrics.overflow_total.labels(call.asked_model, exchange.tier).inc()
+        if exchange.split is not None:
+            self._observe_split_stages(exchange.split, relay, exchange, received)
+        sent_at, admitted_at, parsed_at = exchange.sent_at, exchange.admitted_at, exchange.parsed_at
+        if sent_at is not None and admitted_at is not None and parsed_at is not None:
+            waited_s = admitted_at - parsed_at
+            self._overhead.observe(sent_at - received - waited_s)
+            if waited_s > WAITED_S:
+                self._metrics.queue_seconds.labels(endpoint.pool).observe(waited_s)
+        self._bytes_out.value += relay.bytes_out
+
+    def _observe_split_stages(
+        self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float
+    ) -> None:
+        """Observe the parts of a split request's TTFT, as far as they are visible from outside."""
+        prefilled = split.prefilled_at
+        first_byte, first_token_at = relay.first_byte_at, relay.first_token_at
+        if split.prefill_sent_at is None or prefilled is None:
+            return
+        if first_byte is None or first_token_at is None:
+            return
+        queue, prefill, transfer, first_token = self._stages
+        queue.observe((exchange.picked_at or received) - received)
+        prefill.observe(prefilled - split.prefill_sent_at)
+        transfer.observe(max(0.0, first_byte - prefilled))
+        first_token.observe(first_token_at - first_byte)
+        handoff_s = max(0.0, first_token_at - prefilled)
+        self._metrics.split_handoff_seconds.labels(exchange.model).observe(handoff_s)
+
+    def _metric_children(self, key: tuple[str, str, int, str]) -> _MetricChildren:
+        if len(self._children) > MAX_CHILDREN:  # models and endpoints change with configurations
+            self._children.clear()
+        children = self._children[key] = _MetricChildren(self._metrics, *key)
+        return children
+
+
+def _line(
+    exchange: Exchange, relay: Relay, usage: Usage, now: float, unix_offset: float
+) -> AccessLine:
+    """Build the access line; positional arguments, because keywords would take twice as long."""
+    start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
+    line = AccessLine(
+        unix_offset + start,
+        exchange.id,
+        exchange.client,
+        exchange.api,
+        exchange.status,
+        exchange.outcome,
+        int((now - start) * 1e6),
+        exchange.reason,
+        exchange.tenant,
+        exchange.model,
+        "" if pick is None else pick.candidate.endpoint.name,
+        call is not None and call.request.stream,
+        None if (stamp := exchange.received_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := exchange.parsed_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := exchange.admitted_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := exchange.picked_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := exchange.sent_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := relay.first_byte_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := relay.first_token_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := relay.last_at) is None else int((stamp - start) * 1e6),
+        exchange.body_bytes,
+        relay.bytes_out,
+        relay.events,
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        None if pick is None else pick.cached_tokens,
+        relay.finish_reason,
+        None if pick is None else pick.reason,
+        None if pick is None else pick.score,
+        None if pick is None else pick.considered,
+        exchange.retries,
+        "" if call is None else call.request.slo.name,
+        exchange.kept,
+        None if (seconds := exchange.predicted_ttft_s) is None else int(seconds * 1e6),
+    )
+    if exchange.tier and call is not None:
+        line.asked_model = call.asked_model
+    if exchange.proxy_request_id:
+        line.proxy_request_id = exchange.proxy_request_id
+    if exchange.trace is not None:
+        line.trace_id = exchange.trace.trace_id
+    if exchange.ledger is not None:
+        line.resumes = exchange.ledger.resumed
+    if exchange.hedge is not None:
+        line.hedged = exchange.hedge.loser
+    if exchange.split is not None:
+        _fill_split_fields(line, exchange.split, relay, start)
+    return line
+
+
+def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start: float) -> None:
+    line.split_reason, line.prefill = split.reason, split.prefill
+    line.dialect, line.transport = split.dialect, split.transport
+    prefilled, handed_over = split.prefilled_at, split.handed_over_at
+    line.prefilled_us = None if prefilled is None else int((prefilled - start) * 1e6)
+    line.handed_over_us = None if handed_over is None else int((handed_over - start) * 1e6)
+    first_token = relay.first_token_at
+    if first_token is not None and prefilled is not None:
+        line.handoff_us = int(max(0.0, first_token - prefilled) * 1e6)

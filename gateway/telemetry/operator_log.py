@@ -1,0 +1,109 @@
+"""The operator's log on stderr: text lines with time and level, or one JSON object per line.
+
+Messages may quote text from engines and clients, so control characters are escaped. One record is
+one line; only the traceback of a bug takes several.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+import msgspec
+
+from gateway.config import OperatorLog
+
+ROOT_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
+
+
+class LogLine(msgspec.Struct, omit_defaults=True):
+    """One record as JSON. `worker` is the number of the worker process; None without workers."""
+
+    time: str
+    level: str
+    message: str
+    pid: int
+    worker: int | None = None
+    logger: str = "penstock"
+    traceback: str = ""
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as `2026-11-23T10:20:30.123Z WARNING endpoint a: up -> ejected`."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker = "" if worker is None else f"worker {worker}: "
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname} {self._worker}{escape(record.getMessage())}"
+        traceback = _traceback(self, record)
+        return f"{line}\n{traceback}" if traceback else line
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a LogLine."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = LogLine(
+            _time(record),
+            record.levelname.lower(),
+            record.getMessage(),
+            os.getpid(),
+            self._worker,
+            record.name,
+            _traceback(self, record),
+        )
+        return escape(msgspec.json.encode(line).decode("utf-8", "replace"))
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current sys.stderr, also after it has been replaced."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        raise AttributeError("the stream is always sys.stderr")
+
+
+def configure(settings: OperatorLog, worker: int | None = None) -> None:
+    """Set up this process's log on stderr; replaces any earlier setup."""
+    handler = StderrHandler()
+    handler.setFormatter(
+        JsonFormatter(worker) if settings.format == "json" else TextFormatter(worker)
+    )
+    root = logging.getLogger()
+    others = [other for other in root.handlers if not isinstance(other, StderrHandler)]
+    root.handlers[:] = [*others, handler]
+    root.setLevel(ROOT_LEVEL)
+    logging.getLogger("penstock").setLevel(settings.level.upper())
+
+
+def escape(text: str) -> str:
+    """Escape unprintable characters, which could control a terminal or forge a line."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    if not record.exc_info or not record.exc_info[0]:
+        return ""
+    return formatter.formatException(record.exc_info)

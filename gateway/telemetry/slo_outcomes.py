@@ -1,0 +1,265 @@
+"""SLO outcomes and prediction errors: what is measured and learned when a request has ended.
+
+Lives here: the outcome that admissions learn from, and the metrics of SLOs and predictions. Not
+here: the access log and all other per-request metrics (accounting.py).
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from gateway.exchange import Exchange
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.metric_types import Counter
+from gateway.protocol.relay import Relay
+from gateway.protocol.stream_scan import Usage
+from policies.admission.admission import Outcome
+from policies.admission.prompt_length import CLOSE_ENOUGH, PromptLengths, is_text
+from policies.engine.output_length import OutputLengths
+from policies.latency.latency import ttfts
+from policies.model import Ask, Pick, Slo
+
+FAILED = "failed"
+CUT_OFF = frozenset((None, "length", "abort", "error"))
+"""Finish reasons of responses whose natural length is unknown."""
+AT_ONCE, BATCH = 16, 8
+"""The first responses of a kind are learned from one by one, later ones in batches."""
+MAX_KINDS = 8192
+REGRET_EVERY = 32
+"""One pick in so many is compared with the fastest candidate: the comparison is slow."""
+
+
+def outcome_of(exchange: Exchange) -> Outcome:
+    """Return how an admitted request ended, in the terms that admissions learn from.
+
+    A request that the client cancelled or the engine rejected as invalid counts as "ignored": it
+    says nothing about the load.
+    """
+    now, relay = monotonic(), exchange.relay
+    if relay is None or not relay.committed:
+        is_neutral = exchange.outcome == "client_gone" or exchange.reason == "engine"
+        return Outcome(now, ended="ignored" if is_neutral else "dropped")
+    usage = usage_of(exchange, relay)
+    ttft_s, tpot_s = pace(exchange, relay, usage)
+    ended = "dropped"
+    if exchange.outcome == "served":
+        ended = "served"
+    elif exchange.outcome == "client_gone":
+        ended = "ignored"
+    tokens = _output_tokens(exchange, relay, usage)
+    return Outcome(now, ttft_s, tpot_s, tokens, usage.cached_tokens, ended)
+
+
+def _output_tokens(exchange: Exchange, relay: Relay, usage: Usage) -> int:
+    """Return the output tokens, as reported or counted; the estimate if neither is known.
+
+    So an engine that does not count tokens causes no refund to the tenant's quota.
+    """
+    if usage.completion_tokens is None and not relay.events and exchange.call is not None:
+        return exchange.call.request.output_tokens
+    return usage.completion_tokens or relay.events
+
+
+def usage_of(exchange: Exchange, relay: Relay) -> Usage:
+    """Return the reported token usage, with the cached tokens of the prefill endpoint.
+
+    A decode endpoint reports transferred KV as a cache hit, so its own number is wrong.
+    """
+    usage, split = relay.usage, exchange.split
+    if split is None or split.cached_tokens is None:
+        return usage
+    return Usage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)
+
+
+def pace(exchange: Exchange, relay: Relay, usage: Usage) -> tuple[float | None, float | None]:
+    """Return (TTFT, TPOT) in seconds, each None if not measurable."""
+    first, last = relay.first_token_at, relay.last_at
+    received = exchange.received_at
+    if first is None or last is None or received is None:
+        return None, None
+    tokens = usage.completion_tokens or relay.events - 2
+    tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
+    return first - received, tpot_s
+
+
+def judge(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
+    """Return the SLO outcome of a streamed response."""
+    if tpot_s is None or tpot_s <= slo.tpot_s:
+        return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
+    return "tpot_missed" if ttft_s <= slo.ttft_s else "both_missed"
+
+
+def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
+    """Return the SLO outcome of an unstreamed response, whose budget is that of all its tokens."""
+    budget_s = slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
+    return "met" if ttft_s <= budget_s else "ttft_missed"
+
+
+Key = tuple[str, str, str, bool]
+"""Model, tenant, service class, and whether the prompt contains media."""
+
+
+class _Kind:
+    """State for the responses to one kind of request.
+
+    goodput  counters by SLO outcome
+    samples  responses not yet learned from: output tokens per choice, estimated and actual prompt
+             tokens, each 0 if unknown; learned from once there are `batch` of them
+    """
+
+    __slots__ = ("batch", "goodput", "key", "learned", "samples")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.goodput: dict[str, Counter] = {}
+        self.samples: list[tuple[int, int, int]] = []
+        self.batch, self.learned = 1, 0
+
+
+class Kept:
+    """Counts requests by SLO outcome and measures prediction errors. One per process.
+
+    output_lengths  lengths of responses, to estimate requests without a token limit
+    prompt_lengths  ratio of actual to estimated prompt tokens, to correct estimates
+    """
+
+    __slots__ = (
+        *("_error", "_evicted", "_has_tenant_labels", "_kinds", "_metrics", "_never_seen"),
+        *("_regret", "_spread", "lengths", "prompts"),
+    )
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._kinds: dict[Key, _Kind] = {}
+        self._error = metrics.ttft_prediction_error_ratio
+        self._regret = metrics.pick_regret_seconds
+        causes = metrics.prefill_tokens_total
+        self._never_seen = causes.labels("never_seen")
+        self._spread = causes.labels("spread")
+        self._evicted = causes.labels("evicted")
+        self.lengths, self.prompts = OutputLengths(), PromptLengths()
+        self._has_tenant_labels = False
+
+    def tell_tenants(self, is_enabled: bool) -> None:
+        """Turn the tenant label of penstock_goodput_total on or off."""
+        self._has_tenant_labels = is_enabled
+        self._kinds = {}
+
+    def compare(self, query: Ask, pick: Pick) -> None:
+        """Observe how much later the pick's first token is expected than the fastest candidate's.
+
+        Call it before the pick is booked.
+        """
+        if len(pick.kept) > 1 and pick.candidate.load.believed:
+            cached, known, prompt = query.cached, len(query.cached), query.request.prompt_tokens
+            slots = [candidate.load.slot for candidate in pick.kept]
+            cached_tokens = [min(prompt, cached[slot]) if slot < known else 0 for slot in slots]
+            expected = ttfts(pick.kept, cached_tokens, prompt, query.now)
+            index = next(
+                index for index, candidate in enumerate(pick.kept) if candidate is pick.candidate
+            )
+            self._regret.observe(expected[index] - min(expected))
+
+    def answered(self, exchange: Exchange, relay: Relay, usage: Usage, received: float) -> None:
+        """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome."""
+        call = exchange.call
+        first, last, events = relay.first_token_at, relay.last_at, relay.events
+        assert call is not None
+        request = call.request
+        slo, output_tokens, whole_tokens = request.slo, usage.completion_tokens or 0, 0
+        if first is not None and last is not None:
+            tokens = output_tokens or events - 2
+            ttft_s = exchange.ttft_s = first - received
+            if events:
+                tpot_s = exchange.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
+                exchange.kept = judge(slo, ttft_s, tpot_s)
+                self._observe_error(exchange, first)
+            else:
+                exchange.kept = judge_whole(slo, ttft_s, tokens)
+        if exchange.outcome != "served":
+            exchange.kept = FAILED if exchange.outcome == "interrupted" else ""
+        elif output_tokens and relay.finish_reason not in CUT_OFF:
+            whole_tokens = output_tokens // request.choices
+        key = request.model, exchange.tenant, slo.name, call.media > 0
+        kind = self._kinds.get(key) or self._add(key)
+        if exchange.kept:
+            counter = kind.goodput.get(exchange.kept) or self._counter(kind, exchange.kept)
+            counter.value += 1.0
+        kind.samples.append((whole_tokens, call.estimated_tokens, usage.prompt_tokens or 0))
+        if len(kind.samples) >= kind.batch:
+            self._learn(kind)
+        query = exchange.asked
+        if query is not None and query.cached and exchange.pick is not None:
+            self._count_computed_tokens(query, exchange.pick.cached_tokens, usage)
+
+    def _add(self, key: Key) -> _Kind:
+        if len(self._kinds) >= MAX_KINDS:  # models and tenants change with configurations
+            self._kinds.clear()
+        kind = self._kinds[key] = _Kind(key)
+        return kind
+
+    def _learn(self, kind: _Kind) -> None:
+        samples, kind.samples = kind.samples, []
+        kind.learned += len(samples)
+        if kind.learned >= AT_ONCE:
+            kind.batch = BATCH
+        outputs = [output for output, _, _ in samples if output]
+        model, tenant, slo, has_media = kind.key
+        if outputs:
+            self.lengths.ended(model, tenant, slo, sum(outputs) / len(outputs), len(outputs))
+        prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
+        if prompts:
+            estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
+            if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
+                prompts = [pair for pair in prompts if is_text(*pair)]
+                estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
+            self.prompts.counted(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
+
+    def _observe_error(self, exchange: Exchange, first: float) -> None:
+        """Observe the relative error of the predicted TTFT, if there was a prediction.
+
+        For a split request the prediction is that of the pair, not of either endpoint.
+        """
+        entry = exchange.booking.place if exchange.booking is not None else None
+        if entry is None or exchange.picked_at is None:
+            return
+        predicted_s = entry.predicted_ttft_s
+        if predicted_s is None and exchange.split is not None:
+            predicted_s = exchange.split.predicted_ttft_s
+        if predicted_s is not None:
+            exchange.predicted_ttft_s = predicted_s
+            exchange.predicted_tpot_s = entry.predicted_tpot_s
+            actual_s = first - exchange.picked_at
+            self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
+
+    def unanswered(self, exchange: Exchange) -> None:
+        """Count a request without a response as shed or failed; client errors do not count."""
+        call = exchange.call
+        if call is None or exchange.reason == "tenant_rate_limited":
+            return
+        if exchange.status == 429 or exchange.status >= 500:
+            exchange.kept = "shed" if exchange.status == 429 else FAILED
+            request = call.request
+            key = request.model, exchange.tenant, request.slo.name, call.media > 0
+            kind = self._kinds.get(key) or self._add(key)
+            self._counter(kind, exchange.kept).inc()
+
+    def _counter(self, kind: _Kind, slo_outcome: str) -> Counter:
+        model, tenant, slo, _ = kind.key
+        tenant_label = tenant if self._has_tenant_labels else ""
+        counter = self._metrics.goodput_total.labels(slo, slo_outcome, tenant_label, model)
+        kind.goodput[slo_outcome] = counter
+        return counter
+
+    def _count_computed_tokens(self, query: Ask, believed: int, usage: Usage) -> None:
+        """Count the prompt tokens that had to be computed, by cause.
+
+        never_seen  cached at no endpoint
+        spread      cached at another endpoint than the picked one
+        evicted     believed to be cached at the picked endpoint, which no longer had them
+        """
+        prompt, longest = query.request.prompt_tokens, max(query.cached)
+        self._never_seen.value += max(0, prompt - longest)
+        self._spread.value += max(0, longest - believed)
+        if usage.cached_tokens is not None and usage.cached_tokens < believed:
+            self._evicted.value += believed - usage.cached_tokens

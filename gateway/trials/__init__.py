@@ -1,0 +1,1 @@
+"""Policies on trial: shadows that are asked and serve nothing, and canaries that serve a part."""

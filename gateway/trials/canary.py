@@ -1,0 +1,136 @@
+"""A canary: a second policy that serves part of a pool's requests, compared with the first.
+
+Lives here: which requests the canary serves, and what is counted. Not here: how the canary's route
+is built (reload/snapshot.py). It differs from the pool's route in its policy only, so both are
+served by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+
+import msgspec
+import xxhash
+
+from gateway.config.policy_choice import Canary
+from gateway.exchange import Exchange
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.quantile_sketch import Counts, quantile, rounded
+from policies.model import Request
+
+WHOLE = 1 << 64
+MET = "met"
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Selects the requests for the canary: by tenant, or by a hash of the session below `below`.
+
+    The hash is the same in every gateway and after every restart, so a session stays in its arm. It
+    includes the pool's name. A larger percentage keeps the sessions that a smaller one selected.
+    """
+
+    pool: str
+    below: int
+    tenants: frozenset[str]
+
+    def takes(self, request: Request) -> bool:
+        """Return whether the canary serves this request."""
+        if self.tenants:
+            return request.tenant in self.tenants
+        key = f"{self.pool}\0{request.session or request.id}"
+        # Session ids are taken as sent, so they need not be valid UTF-8.
+        return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) < self.below
+
+
+def chosen(pool: str, spec: Canary) -> Chosen:
+    """Create the sampler that a pool's configuration describes."""
+    return Chosen(pool, int(WHOLE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
+
+
+class Side:
+    """One of the two policies, and the outcomes of the requests that it routed."""
+
+    __slots__ = ("_metrics", "name", "policy", "pool")
+
+    def __init__(self, pool: str, name: str, policy: str) -> None:
+        self.pool, self.name, self.policy = pool, name, policy
+        self._metrics: Metrics | None = None
+
+    def follow(self, metrics: Metrics | None) -> None:
+        """Count in these metrics from now on; None stops counting."""
+        self._metrics = metrics
+
+    def count(self, exchange: Exchange) -> None:
+        """Count a request that has ended."""
+        if self._metrics is None:
+            return
+        trials = self._metrics.trials
+        outcome = exchange.kept or "untold"
+        trials.requests.labels(self.pool, self.name, outcome).value += 1.0
+        if exchange.ttft_s is not None:
+            ttft = trials.first_tokens.labels(self.pool, self.name)
+            ttft.mark((exchange.ttft_s, monotonic(), exchange.id, ""))
+
+    def told(self) -> dict[str, object]:
+        """Return the results so far as plain values; None where nothing was served yet."""
+        if self._metrics is None:
+            return figures(self.name, self.policy, {}, {})
+        trials = self._metrics.trials
+        own_labels = (self.pool, self.name)
+        outcomes = {
+            labels[2]: int(counter.value)
+            for labels, counter in trials.requests.children()
+            if labels[:2] == own_labels
+        }
+        sketch = trials.first_tokens.labels(*own_labels).sketch
+        return figures(self.name, self.policy, outcomes, sketch)
+
+
+class Sides:
+    """The primary and the canary arm of one pool.
+
+    They live as long as their configuration is unchanged.
+    """
+
+    __slots__ = ("canary", "pool", "primary", "share")
+
+    def __init__(self, pool: str, spec: Canary, primary: str) -> None:
+        self.pool = pool
+        self.share = ", ".join(spec.tenants) if spec.tenants else f"{spec.percent:g} %"
+        self.primary = Side(pool, "primary", primary)
+        self.canary = Side(pool, "canary", spec.policy.name)
+
+    def follow(self, metrics: Metrics) -> None:
+        """Count in these metrics from now on."""
+        self.primary.follow(metrics)
+        self.canary.follow(metrics)
+
+    def leave(self, metrics: Metrics) -> None:
+        """Remove the series of a canary that has ended; later ends of its requests do not count."""
+        self.primary.follow(None)
+        self.canary.follow(None)
+        metrics.trials.requests.forget("pool", self.pool)
+        metrics.trials.first_tokens.forget("pool", self.pool)
+
+    def told(self) -> dict[str, object]:
+        """Return the results of both arms as plain values."""
+        sides = [self.primary.told(), self.canary.told()]
+        return {"pool": self.pool, "share": self.share, "sides": sides}
+
+
+def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Counts) -> dict[str, object]:
+    """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
+    judged = sum(outcomes.values()) - outcomes.get("untold", 0)
+    return {
+        "side": side,
+        "policy": policy,
+        "requests": sum(outcomes.values()),
+        "goodput": round(outcomes.get(MET, 0) / judged, 4) if judged else None,
+        "failed": outcomes.get("failed", 0),
+        "shed": outcomes.get("shed", 0),
+        "ttft_p50_s": rounded(quantile(ttft, 0.5)),
+        "ttft_p99_s": rounded(quantile(ttft, 0.99)),
+        "outcomes": outcomes,
+        "ttft_sketch": {str(bucket): count for bucket, count in ttft.items()},
+    }

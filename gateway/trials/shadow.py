@@ -1,0 +1,282 @@
+"""Shadow policies: they answer the serving policy's routing queries, and nothing is sent.
+
+Lives here: what is recorded at a pick, the evaluation afterwards, and its results. No request waits
+for a shadow: the pick is recorded, and the evaluation runs in a later turn of the event loop, after
+the request has been sent. Not here: policies, and canaries, which serve part of the requests
+(gateway/trials/canary.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from random import Random
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+
+from gateway.exchange import Exchange
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.openai import Call
+from gateway.telemetry.explain import numbers_of, restored
+from policies import run
+from policies.contract import Policy
+from policies.latency.latency import ttft_s
+from policies.model import Ask, Candidate, Pick
+
+log = logging.getLogger("penstock")
+
+SHARE = 0.1
+"""CPU budget of a pool's shadows, as a share of the time of its own picks.
+
+Picks over budget are not evaluated.
+
+Recording picks may take as much again.
+"""
+
+RESULTS = ("agreed", "differed", "nobody", "failed")
+FIRST_COST_S = 0.0005  # assumed cost of an evaluation until one has been measured
+MOST_NOTES = 64  # recorded picks that may wait for their evaluation
+MIN_COMPARED = 100  # picks; with so many the agreement is accurate to about ten percentage points
+SAVED_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not spent in one second
+
+
+class Asked(Protocol):
+    """What a shadow reads of the route that was picked from."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def candidates(self) -> Sequence[Candidate]: ...
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A shadow policy and its name, which is unique in its pool."""
+
+    name: str
+    policy: Policy
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A pick as it was made.
+
+    load_values  the picked endpoint's load before the booking, which changes no other endpoint;
+                 None if the pick is not evaluated and only feeds the prefix index
+    """
+
+    ask: Ask
+    pick: Pick
+    candidates: Sequence[Candidate]
+    call: Call
+    model: str
+    numbers: tuple[object, ...] | None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The result of a shadow for one pick.
+
+    ttft_gain_s           how much earlier it expects the first token; None without latency models
+    extra_cached_tokens   cached prompt tokens at its choice minus those at the pick
+    """
+
+    result: str
+    sooner_s: float | None = None
+    more_tokens: int = 0
+
+
+def judged(policy: Policy, query: Ask, pick: Pick, candidates: Sequence[Candidate]) -> Verdict:
+    """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
+    other = run.pick(policy, query, candidates)
+    if other is None:
+        return Verdict("nobody")
+    choice, actual = other.candidate, pick.candidate
+    if choice.endpoint.name == actual.endpoint.name:
+        return Verdict("agreed", 0.0 if choice.load.believed else None)
+    actual = next(candidate for candidate in candidates if candidate.load.slot == actual.load.slot)
+    actual_cached, choice_cached = _cached(query, actual), _cached(query, choice)
+    sooner_s = None
+    if actual.load.believed and choice.load.believed:
+        sooner_s = _ttft_s(query, actual, actual_cached) - _ttft_s(query, choice, choice_cached)
+    return Verdict("differed", sooner_s, choice_cached - actual_cached)
+
+
+def _cached(query: Ask, candidate: Candidate) -> int:
+    slot = candidate.load.slot
+    if slot >= len(query.cached):
+        return 0
+    return min(query.request.prompt_tokens, query.cached[slot])
+
+
+def _ttft_s(query: Ask, candidate: Candidate, cached_tokens: int) -> float:
+    prompt = query.request.prompt_tokens
+    return ttft_s(candidate.load, prompt - cached_tokens, cached_tokens, query.now)
+
+
+class Shadows:
+    """The shadow policies of one pool, each with its own state.
+
+    They live while their configuration is unchanged.
+    """
+
+    def __init__(
+        self, pool: str, policies: Sequence[Named], endpoints: EndpointTable, primary: Policy
+    ) -> None:
+        self.pool = pool
+        self.policies = tuple(policies)
+        self._endpoints = endpoints
+        # If the serving policy takes no fingerprints, the shadows have to feed the prefix index.
+        reads_prefix = any(shadow.policy.reads_prefix for shadow in policies)
+        self._feeds_prefix_index = not primary.reads_prefix and reads_prefix
+        self._rng = Random(endpoints.rng.random())
+        self._records: deque[Note] = deque(maxlen=MOST_NOTES)
+        self._is_scheduled = False
+        self._budget_s = self._picks_s = self._cost_s = 0.0
+        self._mean_cost_s = FIRST_COST_S
+        self._picks = self._evaluated = 0
+        self._metrics: Metrics | None = None
+
+    def follow(self, metrics: Metrics) -> None:
+        """Count in these metrics from now on."""
+        self._metrics = metrics
+
+    def leave(self, metrics: Metrics) -> None:
+        """Remove the series of shadows that have ended; later evaluations are not counted."""
+        self._metrics = None
+        trials = metrics.trials
+        for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
+            family.forget("pool", self.pool)
+
+    def picked(self, exchange: Exchange, route: Asked, query: Ask, pick: Pick) -> None:
+        """Record a pick if the budget allows it. Call it before the booking."""
+        if exchange.call is None or exchange.picked_at is None:
+            return
+        took_s = exchange.picked_at - query.now
+        self._picks += 1
+        self._picks_s += took_s
+        budget_s = self._budget_s = self._budget_s + SHARE * took_s
+        waiting = len(self._records)
+        is_sampled = budget_s > self._mean_cost_s * (1 + waiting) and waiting < MOST_NOTES
+        feeds_index = self._feeds_prefix_index and query.fingerprint is None
+        if not (is_sampled or feeds_index):
+            return
+        numbers = numbers_of(pick.candidate.load) if is_sampled else None
+        record = Note(query, pick, route.candidates, exchange.call, route.name, numbers)
+        self._records.append(record)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop = asyncio.get_running_loop()
+            # Two turns later, so that this turn's requests are sent first.
+            loop.call_soon(loop.call_soon, self._evaluate_all)
+
+    def _evaluate_all(self) -> None:
+        self._is_scheduled = False
+        records, self._records = self._records, deque(maxlen=MOST_NOTES)
+        for record in records:
+            began = perf_counter()
+            try:
+                self._evaluate(record)
+            except Exception:
+                log.exception("a shadow of pool %s failed", self.pool)
+            took_s = perf_counter() - began
+            self._cost_s += took_s
+            if record.numbers is not None:
+                self._mean_cost_s += 0.1 * (took_s - self._mean_cost_s)
+                self._budget_s = min(SAVED_S, self._budget_s) - took_s
+
+    def _evaluate(self, record: Note) -> None:
+        query = record.ask
+        if self._feeds_prefix_index and query.fingerprint is None:
+            query = self._feed_prefix_index(record)
+        if record.numbers is None:
+            return
+        self._evaluated += 1
+        picked = record.pick.candidate
+        before = Candidate(picked.endpoint, restored(picked, record.numbers))
+        candidates = tuple(
+            before if candidate.load is picked.load else candidate
+            for candidate in record.candidates
+        )
+        query = msgspec.structs.replace(query, rng=self._rng)
+        for shadow in self.policies:
+            began = perf_counter()
+            try:
+                result = judged(shadow.policy, query, record.pick, candidates)
+            except Exception:  # a policy may be third-party code, and this one serves no request
+                log.exception("shadow policy %s of pool %s failed", shadow.name, self.pool)
+                result = Verdict("failed")
+            self._count(shadow.name, result, perf_counter() - began)
+
+    def _feed_prefix_index(self, record: Note) -> Ask:
+        """Record the prompt in the prefix index; return the query with its fingerprint."""
+        call, prompt_tokens = record.call, record.call.request.prompt_tokens
+        if not call.prompt:  # the request has ended and its prompt has been freed
+            return record.ask
+        prefixes = self._endpoints.prefixes
+        fingerprint = prefixes.of(call, record.model)
+        cached = tuple(prefixes.cached(fingerprint, prompt_tokens))
+        self._endpoints.learn(fingerprint, record.pick.candidate.load, prompt_tokens)
+        return msgspec.structs.replace(record.ask, cached=cached, fingerprint=fingerprint)
+
+    def _count(self, name: str, result: Verdict, took_s: float) -> None:
+        metrics = self._metrics
+        if metrics is None:
+            return
+        pool, trials, sooner_s = self.pool, metrics.trials, result.sooner_s
+        trials.picks.labels(pool, name, result.result).value += 1.0
+        trials.cost.labels(pool, name).value += took_s
+        if sooner_s:
+            way = "sooner" if sooner_s > 0 else "later"
+            trials.ttft.labels(pool, name, way).value += abs(sooner_s)
+        if result.more_tokens:
+            way = "more" if result.more_tokens > 0 else "fewer"
+            trials.tokens.labels(pool, name, way).value += abs(result.more_tokens)
+
+    def told(self) -> dict[str, object]:
+        """Return the results so far as plain values, with the cost relative to the pool's picks."""
+        pick_us = round(1e6 * self._picks_s / self._picks, 2) if self._picks else None
+        return {
+            "pool": self.pool,
+            "picks": self._picks,
+            "scored": self._evaluated,
+            "pick_us": pick_us,
+            "cost_share": round(self._cost_s / self._picks_s, 4) if self._picks_s else None,
+            "policies": [self._policy_as_json(shadow.name) for shadow in self.policies],
+        }
+
+    def _policy_as_json(self, name: str) -> dict[str, object]:
+        if self._metrics is None:
+            return {"policy": name}
+        pool, trials = self.pool, self._metrics.trials
+        counts = {result: trials.picks.labels(pool, name, result).value for result in RESULTS}
+        evaluated, compared = sum(counts.values()), counts["agreed"] + counts["differed"]
+        sooner_s = trials.ttft.labels(pool, name, "sooner").value
+        later_s = trials.ttft.labels(pool, name, "later").value
+        more = trials.tokens.labels(pool, name, "more").value
+        fewer = trials.tokens.labels(pool, name, "fewer").value
+        cost_s = trials.cost.labels(pool, name).value
+        return {
+            "policy": name,
+            **{result: int(count) for result, count in counts.items()},
+            "conclusive": compared >= MIN_COMPARED,
+            "agreement": round(counts["agreed"] / compared, 4) if compared else None,
+            "ttft_gain_s": round((sooner_s - later_s) / compared, 6) if compared else None,
+            "cached_tokens_gain": round((more - fewer) / compared, 1) if compared else None,
+            "cost_us": round(1e6 * cost_s / evaluated, 2) if evaluated else None,
+        }
+
+
+def named(specs: Sequence[tuple[str, Mapping[str, object], Policy]]) -> tuple[Named, ...]:
+    """Name the shadows of a pool by policy, with parameters where two have the same policy name."""
+    names = [name for name, _, _ in specs]
+    return tuple(
+        Named(name if names.count(name) == 1 else f"{name}({_format(params)})", policy)
+        for name, params, policy in specs
+    )
+
+
+def _format(params: Mapping[str, object]) -> str:
+    return ",".join(f"{key}={value}" for key, value in params.items())

@@ -1,0 +1,108 @@
+"""Parses durations and sizes as people write them: "250ms", "1m30s", "32MiB".
+
+A bare number is rejected, because its unit could only be guessed. Arithmetic is decimal, so "0.1s"
+is the float 0.1, and a size is always a whole number of bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from itertools import pairwise
+
+_SECONDS = {
+    "us": Decimal("0.000001"),
+    "ms": Decimal("0.001"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+_BYTES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,9})?"
+_PART = re.compile(rf"({_NUMBER})(us|ms|s|m|h|d)")
+_DURATION = re.compile(rf"(?:{_NUMBER}(?:us|ms|s|m|h|d))+")
+_SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(_BYTES)})")
+_BARE = re.compile(_NUMBER)
+
+DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h|d))+$"
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?)?B$"
+LONGEST_S = 366 * 86400
+LARGEST_BYTES = 2**60
+
+
+class UnitError(ValueError):
+    """Raised when text is not a duration or a size; the message shows how to write one."""
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds in text such as "1m30s". Raises UnitError.
+
+    Units are us, ms, s, m, h and d, each at most once and the largest first.
+    """
+    if not _DURATION.fullmatch(text):
+        raise UnitError(_not_a_duration(text))
+    parts = [(Decimal(number), _SECONDS[unit]) for number, unit in _PART.findall(text)]
+    units = [unit for _, unit in parts]
+    if any(later >= earlier for earlier, later in pairwise(units)):
+        raise UnitError(
+            f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s"
+        )
+    seconds = sum((number * unit for number, unit in parts), Decimal(0))
+    if seconds > LONGEST_S:
+        raise UnitError(f"{text!r} is longer than a year")
+    return float(seconds)
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes in text such as "32MiB". Raises UnitError.
+
+    Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
+    """
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise UnitError(_not_a_size(text))
+    size = Decimal(match[1]) * _BYTES[match[2]]
+    if size != int(size):
+        raise UnitError(f"{text!r} is not a whole number of bytes")
+    if size > LARGEST_BYTES:
+        raise UnitError(f"{text!r} is more than an exbibyte")
+    return int(size)
+
+
+def _plain(amount: Decimal) -> str:
+    text = f"{amount:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _not_a_duration(text: str) -> str:
+    # The value of a reference, of a subclass of str, is not shown.
+    if _BARE.fullmatch(text) and type(text) is str:
+        milliseconds = _plain(Decimal(text) / 1000)
+        return (
+            f"{text!r} is not a duration; write {text}s, "
+            f"or {text}ms ({milliseconds}s) if milliseconds are meant"
+        )
+    return (
+        f"{text!r} is not a duration; "
+        "write a number with a unit (us, ms, s, m, h, d), as in 250ms or 1m30s"
+    )
+
+
+def _not_a_size(text: str) -> str:
+    if _BARE.fullmatch(text) and type(text) is str:
+        return f"{text!r} is not a size; write {text}B, or {text}MiB if mebibytes are meant"
+    return (
+        f"{text!r} is not a size; "
+        "write a number with a unit (B, KiB, MiB, GiB, KB, MB, GB), as in 32MiB"
+    )

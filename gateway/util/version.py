@@ -1,0 +1,21 @@
+"""The running program: its version, and whether its hot path is compiled. Cheap to import."""
+
+from __future__ import annotations
+
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+
+def own_version() -> str:
+    """Return the version of the running program."""
+    try:
+        return version("penstock")
+    except PackageNotFoundError:  # a source checkout that is not installed
+        return "unknown"
+
+
+def is_compiled() -> bool:
+    """Whether the extension modules are used instead of their sources (tools/compile/compile.py)."""
+    spec = find_spec("gateway.protocol.relay")
+    return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

@@ -1,0 +1,84 @@
+"""Metrics of all workers as one scrape, with totals that never fall.
+
+Keeps the last families of every worker: those of a worker that does not respond, and the counters
+of workers that have ended. A total that fell would look like a counter reset. How families are
+merged is in metrics_merge.py, how they are written in exposition.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from gateway.metrics.exposition import page
+from gateway.metrics.metric_types import Reading
+from gateway.workers import metrics_merge
+from gateway.workers.worker_process import LOST, Worker
+
+SCRAPE_S = 5.0
+PATH = "/metrics/readings"
+
+Readings = Sequence[Reading]
+_decoder = msgspec.msgpack.Decoder(list[Reading])
+
+
+class Counted:
+    """The metrics of the `serving` workers, and the counters of those that are `ending`."""
+
+    def __init__(
+        self, serving: Callable[[], Sequence[Worker]], ending: Callable[[], Sequence[Worker]]
+    ) -> None:
+        self._serving, self._ending = serving, ending
+        self._last: dict[Worker, Readings] = {}
+        self._ended: Readings = ()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
+        """Return the text of a scrape, including the supervisor's `own` families.
+
+        Concurrent scrapes run one after the other.
+        """
+        async with self._one_at_a_time:
+            workers = [*self._serving(), *self._ending()]
+            answers = await asyncio.gather(
+                *(_scrape(worker, exemplars=exemplars) for worker in workers)
+            )
+            fresh = {
+                worker: families
+                for worker, families in zip(workers, answers, strict=True)
+                if families is not None
+            }
+            self._last |= fresh
+            serving = self._serving()
+            ended = [
+                self._last.pop(worker) for worker in self._last.keys() - {*serving, *self._ending()}
+            ]
+            if ended:
+                self._ended = await asyncio.to_thread(
+                    metrics_merge.readings, (), [self._ended, *ended]
+                )
+            now = [fresh[worker] for worker in serving if worker in fresh]
+            counters_only = [
+                families
+                for worker, families in self._last.items()
+                if worker not in serving or worker not in fresh
+            ]
+            return await asyncio.to_thread(
+                _render, [*now, own], [self._ended, *counters_only], exemplars
+            )
+
+
+def _render(now: Sequence[Readings], ended: Sequence[Readings], exemplars: bool) -> bytes:
+    return page(metrics_merge.readings(now, ended), exemplars=exemplars)
+
+
+async def _scrape(worker: Worker, *, exemplars: bool) -> Readings | None:
+    try:
+        response = await worker.ask(
+            "GET", f"{PATH}?exemplars" if exemplars else PATH, timeout_s=SCRAPE_S
+        )
+        return _decoder.decode(response.body) if response.status == 200 else None
+    except (*LOST, msgspec.DecodeError):
+        return None

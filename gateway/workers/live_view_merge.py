@@ -1,0 +1,221 @@
+"""The live view of several workers: merges their metric samples and their status.
+
+Sketches are merged, so that percentiles cover all observations. What the view contains is in
+live_view.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.admin.fleet_status import Pair, Standing
+from gateway.admin.live_pages import Note
+from gateway.admin.metric_samples import Mark
+from gateway.metrics.quantile_sketch import Counts, merged
+from gateway.workers.worker_process import LOST, Worker
+
+SAMPLE_TIMEOUT_S = 2.0
+MAX_FIELDS = ("in_flight", "backlog_tokens", "backlog_s")
+"""Fields of an endpoint that every worker knows in full, some of them a moment later."""
+STATE_FIELDS = ("state", "cause", "slow", "since_s", "available")
+
+Key = TypeVar("Key")
+Row = TypeVar("Row")
+_decoder = msgspec.msgpack.Decoder(Note)
+
+
+class Watch:
+    """Samples the `workers` that serve requests.
+
+    Keeps the sums of workers that have ended, so that no total ever falls.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
+        self._workers = workers
+        self._last: dict[Worker, Mark] = {}
+        self._ended: Mark | None = None
+
+    async def look(self, before: Mark | None) -> Note:
+        """Return the merged sample and status. Raises LookupError when no worker responds."""
+        workers = self._workers()
+        responses = [
+            response
+            for response in await asyncio.gather(*map(_fetch, workers))
+            if response is not None
+        ]
+        if not responses:
+            raise LookupError("no worker responds")
+        self._last |= {worker: mark for worker, (mark, _) in responses}
+        for worker in self._last.keys() - set(workers):
+            self._ended = added([*self._ended_samples(), self._last.pop(worker)])
+        now = msgspec.structs.replace(
+            added([*self._ended_samples(), *self._last.values()]),
+            at=monotonic(),
+            in_flight=_largest(mark.in_flight for _, (mark, _) in responses),
+            received=_largest(mark.received for _, (mark, _) in responses),
+        )
+        return now if before is None else _share_unchanged(now, before), together(
+            [standing for _, (_, standing) in responses]
+        )
+
+    def _ended_samples(self) -> list[Mark]:
+        return [] if self._ended is None else [self._ended]
+
+
+async def _fetch(worker: Worker) -> tuple[Worker, Note] | None:
+    try:
+        response = await worker.ask("GET", "/live/note", timeout_s=SAMPLE_TIMEOUT_S)
+        return (worker, _decoder.decode(response.body)) if response.status == 200 else None
+    except (*LOST, msgspec.DecodeError):
+        return None
+
+
+def added(marks: Sequence[Mark]) -> Mark:
+    """Return the sum of the samples, at the time of the last; other values stay empty."""
+    names = (
+        *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
+        *("computed_tokens", "split_decisions"),
+    )
+    counts: dict[str, Any] = {
+        name: _summed(getattr(mark, name) for mark in marks) for name in names
+    }
+    rows: dict[str, Any] = {
+        **{
+            name: _by_key(merged, (getattr(mark, name) for mark in marks))
+            for name in ("ttft", "tpot")
+        },
+        **{
+            name: _by_key(_columns, (getattr(mark, name) for mark in marks))
+            for name in ("predicted_tokens", "pairs")
+        },
+    }
+    prompt, cached = (sum(part) for part in zip(*(mark.engine for mark in marks), strict=True))
+    tokens = sum(mark.tokens for mark in marks)
+    return Mark(
+        at=marks[-1].at,
+        tokens=tokens,
+        engine=(prompt, cached),
+        in_flight={},
+        received={},
+        **counts,
+        **rows,
+    )
+
+
+def together(statuses: Sequence[Standing]) -> Standing:
+    """Merge the status of all workers; the oldest one's values where all are the same."""
+    return msgspec.structs.replace(
+        statuses[0],
+        pools=_pools(statuses),
+        endpoints=_endpoints(statuses),
+        pairs=_pairs(statuses),
+        handoffs_in_progress=sum(status.handoffs_in_progress for status in statuses),
+        active_requests=sum(status.active_requests for status in statuses),
+        shared_state=_shared(statuses),
+        unlisted={
+            name: message for status in statuses for name, message in status.unlisted.items()
+        },
+        config_problem=next(
+            (status.config_problem for status in statuses if status.config_problem is not None),
+            None,
+        ),
+    )
+
+
+def _shared(statuses: Sequence[Standing]) -> dict[str, Any] | None:
+    """Return one worker's state, preferably one with a problem."""
+    known = [status.shared_state for status in statuses if status.shared_state is not None]
+    return next((status for status in known if status["problem"]), known[0] if known else None)
+
+
+def _pools(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
+    """Sum the requests in flight and waiting by pool; take the highest price."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (row for status in statuses for row in status.pools):
+        merged = rows.setdefault(row["name"], row)
+        if merged is not row:
+            for name in ("in_flight", "waiting"):
+                merged[name] += row[name]
+            merged["price"] = max(merged["price"], row["price"])
+    return list(rows.values())
+
+
+def _endpoints(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
+    """Merge the endpoints; one is unavailable if any worker reports it as such."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for status in statuses for row in status.endpoints):
+        merged = rows.setdefault((row["pool"], row["url"]), row)
+        if merged is not row:
+            merged |= {name: max(merged[name], row[name]) for name in MAX_FIELDS}
+            merged["silence_s"] = min(merged["silence_s"], row["silence_s"])
+            if merged["available"] and not row["available"]:
+                merged |= {name: row[name] for name in STATE_FIELDS}
+    return list(rows.values())
+
+
+def _pairs(statuses: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
+    """Merge the handoffs of all workers: sum the counts and the newest times, weight the means."""
+    merged: dict[tuple[str, str], Pair] = {}
+    for names, pair in ((names, pair) for part in statuses for names, pair in part.pairs.items()):
+        existing = merged.get(names)
+        if existing is None:
+            merged[names] = pair
+            continue
+        served = existing.served + pair.served
+        known = [(part.mean_s, part.served) for part in (existing, pair) if part.mean_s is not None]
+        whole = sum(count for _, count in known)
+        merged[names] = Pair(
+            served,
+            existing.failed + pair.failed,
+            sum(mean_s * count for mean_s, count in known) / whole if whole else None,
+            existing.newest_s + pair.newest_s,
+            existing.transport or pair.transport,
+        )
+    return merged
+
+
+def _share_unchanged(now: Mark, before: Mark) -> Mark:
+    """Make a sketch that has not changed share its counts with the previous sample."""
+
+    def shared(after: Mapping[str, Counts], old: Mapping[str, Counts]) -> dict[str, Counts]:
+        return {
+            name: old[name] if old.get(name) == counts else counts for name, counts in after.items()
+        }
+
+    return msgspec.structs.replace(
+        now, ttft=shared(now.ttft, before.ttft), tpot=shared(now.tpot, before.tpot)
+    )
+
+
+def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    total: dict[Key, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
+    """Merge the rows of each key with `add`."""
+    rows: dict[Key, list[Row]] = {}
+    for part in parts:
+        for key, row in part.items():
+            rows.setdefault(key, []).append(row)
+    return {key: add(values) for key, values in rows.items()}
+
+
+def _columns(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
+def _largest(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    largest: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            largest[name] = max(value, largest.get(name, 0))
+    return largest

@@ -1,0 +1,203 @@
+"""Merges the admin pages of several workers: metrics, endpoints, and policies on trial.
+
+A ratio or mean is computed over all requests, never as a mean of the workers' values. The live view
+is merged in live_view_merge.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from operator import add
+from typing import Any
+
+from gateway.metrics.metric_types import Buckets, Mark, Merge, Reading
+from gateway.metrics.quantile_sketch import Counts
+from gateway.trials.canary import figures
+from gateway.trials.shadow import MIN_COMPARED, RESULTS
+
+SUMMED_FIELDS = ("in_flight", "connections")
+
+
+def readings(
+    pages: Iterable[Iterable[Reading]], gone: Iterable[Iterable[Reading]] = ()
+) -> list[Reading]:
+    """Merge metric families by name.
+
+    Counters and histograms are summed, gauges follow the merge rule of their specification. Of
+    `gone` workers only counters and histograms count.
+    """
+    merged: dict[str, Reading] = {}
+    without_gauges = (reading for page in gone for reading in page if reading.spec.kind != "gauge")
+    for reading in chain(chain.from_iterable(pages), without_gauges):
+        existing = merged.get(reading.spec.name)
+        if existing is None:
+            merged[reading.spec.name] = Reading(reading.spec, reading.values.copy())
+        elif existing.spec.buckets == reading.spec.buckets:
+            _add(existing, reading)
+    return list(merged.values())
+
+
+def _add(merged: Reading, other: Reading) -> None:
+    for labels, value in other.values.items():
+        before = merged.values.get(labels)
+        if before is None:
+            merged.values[labels] = value
+        elif isinstance(before, Buckets) and isinstance(value, Buckets):
+            merged.values[labels] = _sum_histograms(before, value)
+        elif not isinstance(before, Buckets) and not isinstance(value, Buckets):
+            merged.values[labels] = _merge_gauge(merged.spec.merge, before, value)
+
+
+def _sum_histograms(first: Buckets, second: Buckets) -> Buckets:
+    """Return the sum of two histograms; each bucket keeps the newer exemplar."""
+    counts = list(map(add, first.counts, second.counts))
+    marks = [
+        max(filter(None, pair), key=_time, default=None)
+        for pair in zip_longest(first.marks, second.marks)
+    ]
+    return Buckets(counts, first.sum + second.sum, marks)
+
+
+def _time(mark: Mark) -> float:
+    return mark[1]
+
+
+def _merge_gauge(rule: Merge, first: float, second: float) -> float:
+    match rule:
+        case Merge.SUM:
+            return first + second
+        case Merge.MAX:
+            return max(first, second)
+        case Merge.MIN:
+            return min(first, second)
+        case Merge.LAST:
+            return second
+
+
+def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the endpoints by pool and URL.
+
+    The fields of SUMMED_FIELDS are summed; an endpoint is available if all workers report it as
+    available.
+    """
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    other_members: dict[str, Any] = {}
+    for page in pages:
+        other_members = other_members or {
+            key: value for key, value in page.items() if key != "endpoints"
+        }
+        for row in page["endpoints"]:
+            key = row["pool"], row["url"]
+            existing = merged.get(key)
+            if existing is None:
+                merged[key] = dict(row) | {"in_flight_elsewhere": 0}
+                continue
+            for name in SUMMED_FIELDS:
+                existing[name] += row[name]
+            if existing["available"] and not row["available"]:
+                existing |= {
+                    name: row[name] for name in ("available", "state", "cause", "slow", "back_in_s")
+                }
+    return {"endpoints": list(merged.values())} | other_members
+
+
+def shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the shadow results of every pool; means are weighted by their observations."""
+    return {
+        "shadows": [
+            _shadows(rows)
+            for rows in _group_by("pool", (row for page in pages for row in page["shadows"]))
+        ]
+    }
+
+
+def _shadows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    picks_us = [row["picks"] * (row["pick_us"] or 0.0) for row in rows]
+    return {
+        "pool": rows[0]["pool"],
+        "picks": sum(row["picks"] for row in rows),
+        "scored": sum(row["scored"] for row in rows),
+        "pick_us": _mean(rows, "pick_us", [row["picks"] for row in rows], 2),
+        "cost_share": _mean(rows, "cost_share", picks_us, 4),
+        "policies": [
+            _shadow(rows_of_policy)
+            for rows_of_policy in _group_by(
+                "policy", (one for pool in rows for one in pool["policies"])
+            )
+        ],
+    }
+
+
+def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counts = {result: sum(row.get(result, 0) for row in rows) for result in RESULTS}
+    compared = [row.get("agreed", 0) + row.get("differed", 0) for row in rows]
+    scored = [sum(row.get(result, 0) for result in RESULTS) for row in rows]
+    return {
+        "policy": rows[0]["policy"],
+        **counts,
+        "conclusive": sum(compared) >= MIN_COMPARED,
+        "agreement": round(counts["agreed"] / sum(compared), 4) if sum(compared) else None,
+        "ttft_gain_s": _mean(rows, "ttft_gain_s", compared, 6),
+        "cached_tokens_gain": _mean(rows, "cached_tokens_gain", compared, 1),
+        "cost_us": _mean(rows, "cost_us", scored, 2),
+    }
+
+
+def canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge both arms of every pool's canary over all workers' requests."""
+    return {
+        "canaries": [
+            _canary(rows)
+            for rows in _group_by("pool", (row for page in pages for row in page["canaries"]))
+        ]
+    }
+
+
+def _canary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    arms = [
+        figures(
+            rows_of_arm[0]["side"],
+            rows_of_arm[0]["policy"],
+            _sum_counts(rows_of_arm, "outcomes"),
+            _sketch(rows_of_arm),
+        )
+        for rows_of_arm in _group_by("side", (side for pool in rows for side in pool["sides"]))
+    ]
+    return {"pool": rows[0]["pool"], "share": rows[0]["share"], "sides": arms}
+
+
+def _sketch(rows: Iterable[Mapping[str, Any]]) -> Counts:
+    return {int(bucket): count for bucket, count in _sum_counts(rows, "ttft_sketch").items()}
+
+
+def _sum_counts(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for row in rows:
+        for key, count in row[name].items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _group_by(name: str, rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Group rows by a member, in order of first appearance."""
+    groups: dict[object, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return list(groups.values())
+
+
+def _mean(
+    rows: Sequence[Mapping[str, Any]], name: str, weights: Sequence[float], digits: int
+) -> float | None:
+    weighted = [
+        (row[name], weight)
+        for row, weight in zip(rows, weights, strict=True)
+        if row.get(name) is not None
+    ]
+    total_weight = sum(weight for _, weight in weighted)
+    return (
+        round(sum(value * weight for value, weight in weighted) / total_weight, digits)
+        if total_weight
+        else None
+    )

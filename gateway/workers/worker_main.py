@@ -1,0 +1,79 @@
+"""The entry point of a worker: a gateway on the sockets that its supervisor hands it.
+
+The settings come through a pipe on stdin. Its end means that the supervisor has ended, and the
+worker ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from typing import BinaryIO
+
+from gateway.app import App
+from gateway.config import ConfigError, OperatorLog, examine_text
+from gateway.http.listener_sockets import API
+from gateway.lifecycle import run
+from gateway.restart.start_options import Local, Origin
+from gateway.telemetry import operator_log
+from gateway.workers.settings import CAP_BYTES, LENGTH, Settings, unpacked
+
+log = logging.getLogger("penstock")
+
+
+def main() -> int:
+    """Run the worker and return the exit code; messages go to stderr."""
+    operator_log.configure(OperatorLog())
+    pipe = sys.stdin.buffer
+    settings = _read_settings(pipe)
+    if settings is None:
+        return 2
+    try:
+        loaded = examine_text(settings.text, settings.file, os.environ)
+    except ConfigError as error:
+        for problem in error.problems:
+            log.error("%s", problem)
+        return 2
+    operator_log.configure(loaded.config.observability.log, settings.number)
+    local = Local(
+        settings.hub,
+        settings.secret,
+        settings.number,
+        settings.admin,
+        settings.version,
+        settings.drained,
+    )
+    sockets = {API: (socket.socket(fileno=settings.listener),)}
+    origin = Origin(loaded, settings.reloads, os.environ, _no_report, local, sockets)
+    return run(origin, ready=_stop_with_supervisor, hangup_reloads=False)
+
+
+def _read_settings(pipe: BinaryIO) -> Settings | None:
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    return unpacked(pipe.read(length)) if length <= CAP_BYTES else None
+
+
+def _stop_with_supervisor(app: App) -> None:
+    """Stop the application when the supervisor closes the pipe; nothing else is sent through it."""
+    loop = asyncio.get_running_loop()
+
+    def on_readable() -> None:
+        loop.remove_reader(sys.stdin.fileno())
+        log.warning("the supervisor has ended; this worker stops")
+        app.end()
+
+    loop.add_reader(sys.stdin.fileno(), on_readable)
+
+
+def _no_report(line: str, bad: bool) -> None:
+    """Report nothing: the supervisor reports a reload once for all workers."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

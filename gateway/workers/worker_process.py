@@ -1,0 +1,143 @@
+"""One worker as its supervisor sees it: a process, its admin socket, and when it became ready."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import aiohttp
+
+from gateway.http.listener_sockets import bind
+from gateway.workers.settings import Settings, packed
+
+READY_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 30.0
+LOST = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class Answer:
+    """The response of a worker's admin server."""
+
+    __slots__ = ("body", "headers", "status")
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+
+class Worker:
+    """A started worker process; `ready_at` is None until it accepts connections."""
+
+    def __init__(self, settings: Settings, process: asyncio.subprocess.Process) -> None:
+        self.number = settings.number
+        self.process = process
+        self.started_at = monotonic()
+        self.ready_at: float | None = None
+        self._admin = Path(settings.admin)
+        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(settings.admin))
+
+    @classmethod
+    async def start(cls, settings: Settings, listener: socket.socket) -> Worker:
+        """Start a process that inherits only the listening socket. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "gateway.workers.worker_main"),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,  # so that Ctrl-C reaches only the supervisor
+        )
+        assert process.stdin is not None
+        process.stdin.write(packed(settings))
+        return cls(settings, process)
+
+    async def becomes_ready(self) -> bool:
+        """Wait until the worker accepts connections; return False if it ends or takes too long.
+
+        Its admin socket responds only once it listens.
+        """
+        deadline = monotonic() + READY_TIMEOUT_S
+        while self.process.returncode is None and monotonic() < deadline:
+            try:
+                if (await self.ask("GET", "/healthz", timeout_s=2.0)).status == 200:
+                    self.ready_at = monotonic()
+                    return True
+            except LOST:
+                await asyncio.sleep(0.02)
+        return False
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Answer:
+        """Send a request to the worker's admin server. Raises one of LOST."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        request: Any = self._session.request(
+            method, f"http://localhost{path}", data=body, headers=headers, timeout=timeout
+        )
+        async with request as response:
+            return Answer(response.status, dict(response.headers), await response.read())
+
+    def drain(self) -> None:
+        """Make the worker stop accepting connections and end after its current responses.
+
+        It skips the grace period, which all workers have spent together already.
+        """
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def retire(self) -> None:
+        """Make the worker stop accepting connections and end once its connections have ended.
+
+        Another worker has its listening socket by then.
+        """
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGUSR2)
+
+    def hang_up(self) -> None:
+        """Make the worker reopen its access log."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGHUP)
+
+    async def gone(self, within_s: float) -> None:
+        """Wait until the process has ended; kill it after `within_s`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Release what is left of an ended worker."""
+        await self._session.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._admin.unlink(missing_ok=True)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a listening socket on the API port, shared through SO_REUSEPORT.
+
+    It stays open when its worker ends, so that clients that have connected wait instead of being
+    refused.
+    """
+    listener, *others = bind(host, port, reuse_port=True)
+    for other in others:  # a worker listens on one address
+        other.close()
+    return inheritable(listener)
+
+
+def inheritable(listener: socket.socket) -> socket.socket:
+    """Mark the socket as inheritable and return it."""
+    os.set_inheritable(listener.fileno(), True)
+    return listener

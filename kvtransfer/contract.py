@@ -1,0 +1,211 @@
+"""The transport interface: links that carry ordered messages and windows of KV bytes.
+
+A transport moves bytes and stops moving them. The owner of a link decides who may move what. Not
+here: any concrete transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+
+MOST_LANES = 16
+# The most bytes that are buffered from a peer without proof of identity.
+STRANGER_BYTES = 24 << 10
+
+
+class TransportError(Exception):
+    """The peer cannot be reached over this transport. The message says why."""
+
+
+class Verdict(StrEnum):
+    """How a window arrived. STALE: the source's blocks changed owner while they were read."""
+
+    OK = "ok"
+    STALE = "stale"
+    CORRUPT = "corrupt"
+
+
+class WindowHead(msgspec.Struct, frozen=True, array_like=True):
+    """The header of a window: runs [first, first + count) of one rank pair of one layer group.
+
+    It has no addresses: both ends have the same plan and look up their own offsets. `n_bytes` must
+    equal the sum of the runs.
+    """
+
+    transfer: int
+    group: int
+    pair: int
+    first: int
+    count: int
+    n_bytes: int
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A window in one end's plan: its runs, and this end's region to read from or write to.
+
+    `is_current` returns whether the source's blocks still have the promised generations; None on a
+    sink. A transport calls it right before and right after it reads the source's memory, on
+    whichever side that happens.
+    """
+
+    runs: Runs
+    region: Region
+    src_rank: int
+    dst_rank: int
+    current: Callable[[], bool] | None = None
+
+
+class Link(Protocol):
+    """A connection between two agents. The agent that dialled it is the sink, for its whole life.
+
+    All methods may be called from any thread, also with the owner's lock held. They do not block,
+    and never call the owner before they return. On a closed or lost link, all but `fence` are
+    no-ops.
+    """
+
+    transport: str
+    peer: str
+    received_bytes: int
+    """Bytes of any kind received from the peer. While this grows, the peer is alive."""
+    window_bytes: int
+    """The preferred maximum size of a window: larger ones cost less, smaller ones are fairer."""
+    one_sided: bool
+    """The source's device writes the sink's memory directly, once `grant` has registered it.
+
+    `grant` then blocks, and is called without any lock. Landed bytes may change until the fence.
+    """
+
+    def send(self, message: bytes) -> None:
+        """Queue a control message. Messages and windows of one side keep their order."""
+        ...
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        """Queue a window of the source.
+
+        The sink's owner gets `on_landed`, the source's `on_sent`.
+        """
+        ...
+
+    def drop(self, transfer: int) -> None:
+        """Source: drop the transfer's queued windows. One that has been started ends as STALE."""
+        ...
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        """Sink: let the peer write these blocks. Returns data for the invitation (rdma: keys).
+
+        Called once per transfer. After the transfer's fence it grants nothing and returns b"".
+        """
+        ...
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        """Source: apply the sink's grant. For shm, also share the source's memory with the sink."""
+        ...
+
+    def fence(self, transfer: int) -> None:
+        """Sink: stop all writes into the transfer's blocks, whatever the peer does.
+
+        `on_fenced` always follows, also on a closed or lost link and for a transfer without a
+        grant, because nothing else returns the blocks. `on_landed` does not follow for windows that
+        the fence stopped.
+        """
+        ...
+
+    def secure(self, window_key: bytes) -> None:
+        """Set the 32-byte key that both ends share after their proof, before the first window.
+
+        A transport that seals windows uses it. Control messages are sealed by the agents
+        (kvtransfer/protocol/session.py).
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connection. The owner gets no `on_lost` for it."""
+        ...
+
+
+@runtime_checkable
+class Laned(Protocol):
+    """A link that can share its windows with further links to the same peer (lanes)."""
+
+    lanes: int
+    """The number of links wanted, including this one. The dialling end decides."""
+    used: bool
+    """For a lane: it has carried windows of its owner, so a window may be lost with it."""
+
+    def widen(self, lane: Link) -> None:
+        """Let `lane`, a proven and secured link to the same peer, carry windows of this link.
+
+        The lane reports them as this link's. Its messages and its end remain its own. Called on the
+        lane's thread.
+        """
+        ...
+
+
+class LinkOwner(Protocol):
+    """Receives the events of links.
+
+    Called on the transport's thread, one call at a time per link and, for windows, per lane. The
+    transport must hold no lock then, because an owner calls links with its own lock held.
+    """
+
+    def linked(self, link: Link) -> None:
+        """Handle a link that a peer has just dialled. The peer's identity is not known yet."""
+        ...
+
+    def message(self, link: Link, data: bytes) -> None: ...
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        """Sink: return where to write a window.
+
+        None: the window is not expected, or arrived before. Its bytes are read and discarded, and
+        no further call follows for it.
+        """
+        ...
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+        """Sink: handle a window whose bytes are in place (OK), or must not be used."""
+        ...
+
+    def sent(self, link: Link, head: WindowHead) -> None:
+        """Source: handle a window whose bytes have been read from memory."""
+        ...
+
+    def fenced(self, link: Link, transfer: int) -> None: ...
+
+    def lost(self, link: Link, reason: str) -> None: ...
+
+
+class Transport(Protocol):
+    """One way to reach peers.
+
+    `is_sealed` is whether windows leave this host encrypted; None: they do not leave it.
+    """
+
+    name: str
+    sealed: bool | None
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        """Listen, if the transport does, and return the address for peers.
+
+        One region per local rank.
+        """
+        ...
+
+    def dial(self, address: str) -> Link:
+        """Open a link to the agent at `address`.
+
+        May block for some seconds. Raises TransportError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop listening, close every link, and end every thread."""
+        ...

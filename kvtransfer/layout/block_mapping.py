@@ -1,0 +1,232 @@
+"""Block mapping: which bytes of the source's blocks go to which bytes of the sink's.
+
+For some heads of some layers of a token range: the steps of both layouts through a block, and the
+runs in which both advance without a gap. Arithmetic on numpy arrays. Not here: which ranks, layers
+and tokens go together (kvtransfer/layout/reshard.py).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.layout.layout import KvLayout, KvOrder
+
+Offsets = NDArray[np.int64]
+
+_MIN_JOINT_SHARE = 0.05
+
+
+class Runs(msgspec.Struct, frozen=True):
+    """Memory ranges to copy, in order: int64 arrays of equal length.
+
+    Offsets are in bytes, into the regions of the two ranks.
+    """
+
+    src: Offsets
+    dst: Offsets
+    length: Offsets
+
+    @property
+    def count(self) -> int:
+        """The number of runs."""
+        return self.length.size
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of all runs."""
+        return int(self.length.sum())
+
+    def cut(self, first: int, count: int) -> Runs:
+        """Return runs [first, first + count), sharing memory.
+
+        Raises IndexError if they do not exist.
+        """
+        if first < 0 or count < 1 or first + count > self.length.size:
+            raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
+        end = first + count
+        return Runs(self.src[first:end], self.dst[first:end], self.length[first:end])
+
+
+class Pair(NamedTuple):
+    """Two ranks between which bytes of a layer group move."""
+
+    src_rank: int
+    dst_rank: int
+
+
+class Share(NamedTuple):
+    """What one pair of ranks moves in one group: layers and heads, by their number in the model."""
+
+    pair: Pair
+    layers: range
+    heads: range
+
+
+class Segments(NamedTuple):
+    """Token ranges that lie in one block on either side: their starts, and lengths in tokens."""
+
+    src_block: Offsets
+    src_token: Offsets
+    dst_block: Offsets
+    dst_token: Offsets
+    tokens: Offsets
+
+
+def distinct(numbers: Offsets) -> Offsets:
+    """Return the distinct numbers in order.
+
+    Much faster than np.unique, as callers may hold a lock.
+    """
+    in_order = np.sort(numbers)
+    return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
+
+
+def segments_of(
+    src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
+) -> Segments:
+    """Cut the covered tokens wherever a block ends on either side."""
+    p, d = src.block_tokens, dst.block_tokens
+    cuts = [
+        np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
+    ]
+    starts = distinct(np.concatenate([np.array([covered.start]), *cuts]))
+    ends = np.append(starts[1:], covered.stop)
+    return Segments(
+        src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts
+    )
+
+
+def most_runs(src: KvLayout, dst: KvLayout, share: Share, tokens: int, most_run_bytes: int) -> int:
+    """Return an upper bound for the runs of a segment of `tokens` tokens."""
+    axes, n_bytes = _axes(src, dst, share, tokens)
+    return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
+
+
+def runs_of(
+    src: KvLayout, dst: KvLayout, segments: Segments, share: Share, most_run_bytes: int
+) -> Runs:
+    """Return the runs of a share of these segments, joined, none longer than `most_run_bytes`."""
+    return _split_long(_join(_pieces(src, dst, segments, share)), most_run_bytes)
+
+
+def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: Share) -> Runs:
+    """Return the pieces of all segments. Segments of equal length have the same inner structure."""
+    columns, segment_numbers = [], []
+    for length in np.unique(segments.tokens):
+        (indices,) = np.nonzero(segments.tokens == length)
+        pieces, n_bytes = _lattice(src, dst, share, int(length))
+        src_at = _origin(
+            src,
+            share.pair.src_rank,
+            share,
+            segments.src_block[indices],
+            segments.src_token[indices],
+        )
+        dst_at = _origin(
+            dst,
+            share.pair.dst_rank,
+            share,
+            segments.dst_block[indices],
+            segments.dst_token[indices],
+        )
+        columns.append(
+            [
+                (origin[:, None] + piece).ravel()
+                for origin, piece in zip((src_at, dst_at), pieces, strict=True)
+            ]
+        )
+        columns[-1].append(np.full(columns[-1][0].size, n_bytes))
+        segment_numbers.append(np.repeat(indices, pieces[0].size))
+    if len(columns) == 1:
+        return Runs(*columns[0])
+    sorting = np.argsort(np.concatenate(segment_numbers), kind="stable")
+    return Runs(*(np.concatenate(columns)[sorting] for columns in zip(*columns, strict=True)))
+
+
+class _Axis(NamedTuple):
+    """One dimension of a segment: its size, and the bytes of one step on either side."""
+
+    size: int
+    src_step: int
+    dst_step: int
+
+
+def _axes(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[list[_Axis], int]:
+    """Return the axes along which a segment is in pieces, and the bytes of one piece.
+
+    A piece starts as one row and absorbs every axis along which both sides are contiguous.
+    """
+    steps = zip(_steps(src), _steps(dst), strict=True)
+    sizes = (len(share.layers), src.parts, len(share.heads), tokens)
+    axes = [_Axis(size, *both) for size, both in zip(sizes, steps, strict=True) if size > 1]
+    n_bytes = src.row_bytes
+    while (
+        joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)
+    ) is not None:
+        n_bytes *= joined.size
+        axes.remove(joined)
+    return axes, n_bytes
+
+
+def _lattice(
+    src: KvLayout, dst: KvLayout, share: Share, tokens: int
+) -> tuple[tuple[Offsets, Offsets], int]:
+    """Return the offsets of a segment's pieces from its origin, and the bytes of a piece."""
+    axes, n_bytes = _axes(src, dst, share, tokens)
+    src_at = dst_at = np.zeros(1, np.int64)
+    for axis in axes:
+        steps_of_axis = np.arange(axis.size)
+        src_at = (src_at[:, None] + steps_of_axis * axis.src_step).ravel()
+        dst_at = (dst_at[:, None] + steps_of_axis * axis.dst_step).ravel()
+    return (src_at, dst_at), n_bytes
+
+
+def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
+    """Return the bytes from one layer, part, head and token of a block to the next."""
+    row, heads, tokens = layout.row_bytes, layout.rank_heads, layout.block_tokens
+    part = row * heads * tokens
+    head, token = (row * tokens, row) if layout.order is KvOrder.HND else (row, row * heads)
+    return part * layout.parts, part, head, token
+
+
+def _origin(layout: KvLayout, rank: int, share: Share, blocks: Offsets, tokens: Offsets) -> Offsets:
+    """Return the offset of the share's first layer and head of these tokens in the region."""
+    stage, tp_rank = divmod(rank, layout.tp)
+    layer, _, head, token = _steps(layout)
+    inside = (share.layers.start - layout.layers_of(stage).start) * layer
+    inside += (share.heads.start - layout.heads_of(tp_rank).start) * head
+    return blocks * layout.rank_block_bytes(rank) + tokens * token + inside
+
+
+def _join(runs: Runs) -> Runs:
+    """Join neighbouring runs that are contiguous on both sides.
+
+    If only a few would join, return the runs unchanged: runs of equal length are copied faster.
+    """
+    ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (
+        runs.dst[1:] != runs.dst[:-1] + runs.length[:-1]
+    )
+    joints = ends.size - int(np.count_nonzero(ends))
+    if joints <= ends.size * _MIN_JOINT_SHARE:
+        return runs
+    firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ends) + 1])
+    return Runs(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))
+
+
+def _split_long(runs: Runs, most: int) -> Runs:
+    """Split runs longer than `most` bytes."""
+    if runs.length.max() <= most:
+        return runs
+    pieces = -(-runs.length // most)
+    run_numbers = np.repeat(np.arange(runs.length.size), pieces)
+    offset = (np.arange(run_numbers.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    return Runs(
+        runs.src[run_numbers] + offset,
+        runs.dst[run_numbers] + offset,
+        np.minimum(runs.length[run_numbers] - offset, most),
+    )

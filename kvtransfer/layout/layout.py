@@ -1,0 +1,175 @@
+"""KvLayout: how a tensor-parallel group lays out the KV cache of one model.
+
+Not here: which part goes where (kvtransfer/layout/reshard.py), or any byte of a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+import msgspec
+
+_MAXIMA: Mapping[str, int] = MappingProxyType(
+    {
+        "layers": 4096,
+        "kv_heads": 4096,
+        "head_dim": 1 << 16,
+        "block_tokens": 1 << 16,
+        "tp": 512,
+        "pp": 256,
+    }
+)
+
+
+class KvDtype(StrEnum):
+    """The type of one cached scalar."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def n_bytes(self) -> int:
+        return 2 if self in (KvDtype.BF16, KvDtype.FP16) else 1
+
+
+class KvOrder(StrEnum):
+    """The row order in one layer's keys or values of a block.
+
+    HND: by head, then token. NHD: by token, then head.
+    """
+
+    HND = "hnd"
+    NHD = "nhd"
+
+
+class KvLayout(msgspec.Struct, frozen=True):
+    """The shape of a group's KV cache, and the place of each scalar in it.
+
+    layers         transformer layers with a cache
+    kv_heads       key/value heads of the model (not of a rank); 1 with MLA
+    head_dim       scalars per head; with MLA the latent of one token and layer
+                   (kv_lora_rank + rope dimensions)
+    dtype          type of one scalar
+    block_tokens   tokens per block of the paged cache
+    tp             tensor-parallel ranks; heads are split until each rank has one, then repeated
+    mla            one latent per token instead of keys and values, on every tensor-parallel rank
+    order          order of heads and tokens inside a block
+    pp             pipeline stages; stage s holds the layers from s * layers // pp on
+
+    Rank (stage, tp rank) has the number stage * tp + tp rank. Its cache is one sequence of blocks.
+    A block holds its layers, each layer its keys and then its values, these their rows in `order`.
+    Raises ValueError for an impossible shape. The upper bounds keep plans for a peer's layout
+    computable.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: KvDtype
+    block_tokens: int
+    tp: int = 1
+    mla: bool = False
+    order: KvOrder = KvOrder.HND
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, maximum in _MAXIMA.items():
+            if not 1 <= getattr(self, name) <= maximum:
+                raise ValueError(f"{name} must be 1 to {maximum}, not {getattr(self, name)}")
+        if self.mla and self.kv_heads != 1:
+            raise ValueError(f"a latent cache has one head, not {self.kv_heads}")
+        if max(self.tp, self.kv_heads) % min(self.tp, self.kv_heads):
+            raise ValueError(
+                f"{self.kv_heads} heads can be neither split nor repeated evenly "
+                f"over {self.tp} ranks"
+            )
+        if self.pp > self.layers:
+            raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks over all stages."""
+        return self.pp * self.tp
+
+    @property
+    def parts(self) -> int:
+        """Rows per layer, head and token: keys and values, or only the latent."""
+        return 1 if self.mla else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token's keys in one layer: the smallest unit that moves."""
+        return self.head_dim * self.dtype.n_bytes
+
+    @property
+    def rank_heads(self) -> int:
+        """Heads on one rank."""
+        return max(1, self.kv_heads // self.tp)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the model, with every head counted once."""
+        return self.layers * self.parts * self.kv_heads * self.row_bytes
+
+    @property
+    def rank_layer_bytes(self) -> int:
+        """Bytes of one layer of one block on one rank."""
+        return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
+
+    def rank_block_bytes(self, rank: int) -> int:
+        """Return the bytes of one block on `rank`."""
+        return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
+
+    def layers_of(self, stage: int) -> range:
+        """Return the layers that every rank of a pipeline stage holds. Raises IndexError."""
+        if not 0 <= stage < self.pp:
+            raise IndexError(f"stage {stage} of {self.pp}")
+        return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
+
+    def heads_of(self, tp_rank: int) -> range:
+        """Return the heads that a tensor-parallel rank holds, in every stage. Raises IndexError."""
+        if not 0 <= tp_rank < self.tp:
+            raise IndexError(f"rank {tp_rank} of {self.tp}")
+        first = tp_rank * self.kv_heads // self.tp
+        return range(first, first + self.rank_heads)
+
+    def same_block(self, other: KvLayout) -> bool:
+        """Return whether one layer of a block has the same bytes on a rank of either layout.
+
+        Neighbouring layers can then move as one run.
+        """
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("block_tokens", "rank_heads", "order")
+        )
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that are equal exactly for equal layouts.
+
+        They are the same in all processes and Python versions.
+        """
+        return hashlib.blake2b(
+            msgspec.json.encode(self), digest_size=8, person=b"kv-layout"
+        ).hexdigest()
+
+    def mismatch(self, other: KvLayout) -> str | None:
+        """Return why a cache of `other` can never become one of this layout; None: it can.
+
+        Ranks, stages, block size and order may differ; resharding converts them. Shape and type may
+        not: bytes of another type would decode as garbage without an error.
+        """
+        for name in ("mla", "layers", "kv_heads", "head_dim", "dtype"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} differs: {mine} here, {theirs} there"
+        return None
+
+
+def fingerprint_of(src: KvLayout, dst: KvLayout) -> str:
+    """Return the fingerprint of the two layouts of a plan. Both ends must have the same."""
+    return f"{src.fingerprint()}-{dst.fingerprint()}"

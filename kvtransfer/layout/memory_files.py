@@ -1,0 +1,108 @@
+"""Regions in memory files (memfd) that peers on the same host can map.
+
+A file holds the blocks and then, from the next page on, the generations. A peer sees both change.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.layout.memory_regions import Region, RegionError
+
+_PAGE = 4096
+_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has it from Python 3.13 on
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+class MemoryFileRegion(Region):
+    """A region in a sealed memory file.
+
+    The seals fix the file's size. No other mapping can write to it, not even through the
+    descriptor.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def create(
+        cls, blocks: int, block_bytes: int, *, name: str, populate: bool = False
+    ) -> MemoryFileRegion:
+        """Allocate zeroed memory.
+
+        `populate` faults the pages in now, so that no transfer waits for them.
+        """
+        size = _file_bytes(blocks, block_bytes)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            memory = mmap.mmap(fd, size, flags=flags)
+            # Seal after mapping: later mappings cannot write.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
+
+    @classmethod
+    def attach(cls, fd: int, blocks: int, block_bytes: int, *, name: str) -> MemoryFileRegion:
+        """Map a peer's region read-only, and take ownership of `fd`.
+
+        Raises RegionError, and closes `fd`, unless the file has this size and all seals.
+        """
+        try:
+            size = _file_bytes(blocks, block_bytes)
+            _check_file(fd, size)
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
+
+    def close(self) -> None:
+        """Close the file.
+
+        The memory is unmapped once no view of it is left. May be called twice.
+        """
+        super().close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def _file_bytes(blocks: int, block_bytes: int) -> int:
+    if blocks < 1 or block_bytes < 1:
+        raise RegionError(f"a region needs blocks, not {blocks} of {block_bytes} bytes")
+    return _generations_offset(blocks, block_bytes) + 4 * blocks
+
+
+def _generations_offset(blocks: int, block_bytes: int) -> int:
+    return -(-blocks * block_bytes // _PAGE) * _PAGE
+
+
+def _views(
+    memory: mmap.mmap, blocks: int, block_bytes: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+    data = np.frombuffer(memory, np.uint8, blocks * block_bytes)
+    offset = _generations_offset(blocks, block_bytes)
+    return data, np.frombuffer(memory, np.uint32, blocks, offset)
+
+
+def _check_file(fd: int, size: int) -> None:
+    """Raise RegionError unless the file has this size and cannot shrink.
+
+    Reading past the end of a file that its owner has shrunk would kill this process (SIGBUS).
+    """
+    if os.fstat(fd).st_size != size:
+        raise RegionError(f"the peer's memory file has {os.fstat(fd).st_size} bytes, not {size}")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RegionError("the peer's memory file cannot be sealed") from error
+    if seals & _SEALS != _SEALS:
+        raise RegionError(f"the peer's memory file is not sealed: seals {seals:#x}")

@@ -1,0 +1,85 @@
+"""Regions: the memory of a rank's KV blocks, with a generation per block.
+
+A generation distinguishes successive owners of a block. Not here: memory files that peers map
+(kvtransfer/layout/memory_files.py), who owns a block (the engine's allocator), and when it may change owner
+(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = Sequence[int] | NDArray[np.int64]
+
+
+class RegionError(Exception):
+    """The memory is unusable: wrong size, read-only, or a file that can be resized."""
+
+
+class Region:
+    """The KV blocks of one rank and their generations.
+
+    bytes        uint8 (blocks * block_bytes,): block b begins at b * block_bytes
+    generations  uint32 (blocks,): incremented when a block changes owner; wraps around
+    address      address of the first byte, for iovecs and memory registration
+    fd           memory file that peers on this host can map; None: no such file
+    """
+
+    __slots__ = ("address", "block_bytes", "bytes", "fd", "generations", "name")
+
+    def __init__(
+        self,
+        data: NDArray[np.uint8],
+        generations: NDArray[np.uint32],
+        block_bytes: int,
+        name: str,
+        fd: int | None = None,
+    ) -> None:
+        self.bytes = data
+        self.generations = generations
+        self.address: int = data.__array_interface__["data"][0]
+        self.block_bytes = block_bytes
+        self.name = name
+        self.fd = fd
+
+    @classmethod
+    def over(
+        cls, buffer: bytearray | memoryview | NDArray[np.uint8], block_bytes: int, *, name: str
+    ) -> Region:
+        """Wrap memory that the engine owns. Peers on this host cannot map it.
+
+        Raises RegionError unless `buffer` is contiguous, writable and a multiple of `block_bytes`.
+        """
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        if data.size % block_bytes or not data.flags.writeable:
+            raise RegionError(f"{name}: {data.size} bytes are not writable blocks of {block_bytes}")
+        return Region(data, np.zeros(data.size // block_bytes, np.uint32), block_bytes, name)
+
+    @property
+    def blocks(self) -> int:
+        return self.generations.size
+
+    def bump(self, blocks: Blocks) -> None:
+        """Increment the generations of these blocks, because they change owner.
+
+        A block that is listed twice is incremented once.
+        """
+        # numpy adds to a copy and writes it back, so duplicates count once.
+        self.generations[np.asarray(blocks, np.int64)] += np.uint32(1)
+
+    def generations_of(self, blocks: Blocks) -> NDArray[np.uint32]:
+        """Return a copy of the generations, in the order of `blocks`."""
+        return self.generations[np.asarray(blocks, np.int64)]
+
+    def current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
+        """Return whether every block still has its generation."""
+        return self.generations.take(blocks).tobytes() == generations.tobytes()
+
+    def close(self) -> None:
+        """Drop the references to the memory. May be called twice."""
+        self.bytes = np.empty(0, np.uint8)
+        self.generations = np.empty(0, np.uint32)
+        self.address = 0

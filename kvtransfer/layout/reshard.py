@@ -1,0 +1,312 @@
+"""Resharding: which bytes of which source rank go where, as a pure function of two layouts.
+
+Both ends compute the same plan from the same numbers, so no address is sent: a window names runs by
+their index in the plan. A change of the runs of a plan or of their order must raise
+messages.VERSION; a test pins today's plans. Not here: moving bytes, or deciding when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtransfer.layout.block_mapping import (
+    Offsets,
+    Pair,
+    Runs,
+    Segments,
+    Share,
+    distinct,
+    most_runs,
+    runs_of,
+    segments_of,
+)
+from kvtransfer.layout.layout import KvLayout
+
+Blocks = Sequence[int] | Offsets
+
+MOST_RUN_BYTES = 1 << 20
+MOST_RUNS = 1 << 16
+GROUP_BYTES = 6 << 20
+_MOST_BLOCK = 1 << 31
+
+
+class LayoutMismatch(Exception):
+    """A cache of one layout can never become one of the other. The message names the field."""
+
+
+class Window(NamedTuple):
+    """Runs [first, first + n_runs) of pair number `pair` of a layer group: the unit of sending."""
+
+    pair: int
+    first: int
+    n_runs: int
+    n_bytes: int
+
+
+class _Limits(NamedTuple):
+    """The longest run, and the number of runs per pair in a group."""
+
+    run_bytes: int
+    runs: int
+
+
+class Plan:
+    """All runs of one transfer, by group and rank pair. Thread-safe. Created by `plan`.
+
+    groups     number of groups. A group is some layers of a chunk of tokens: first the layers
+               [0, group_layers) of each chunk, then the next layers. There is one chunk unless a
+               (group, pair) would have too many runs
+    tokens     the tokens that move, including the rest of the last block
+
+    Runs are computed on demand.
+    """
+
+    def __init__(
+        self,
+        src: KvLayout,
+        dst: KvLayout,
+        segments: Segments,
+        tokens: range,
+        group_layers: int,
+        limits: _Limits,
+    ) -> None:
+        self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
+        bands = [
+            range(first, min(first + group_layers, src.layers))
+            for first in range(0, src.layers, group_layers)
+        ]
+        self._shares = shares = tuple(
+            tuple(_shares(src, dst, band, layers)) for band, layers in enumerate(bands)
+        )
+        chunks = _chunks(src, dst, segments, shares, limits)
+        self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
+        self._bands, self.groups = bands, len(bands) * len(chunks)
+
+        def make(group: int, pair: int) -> Runs:
+            """Compute runs from values, not from the plan, to avoid a reference cycle."""
+            band, chunk = divmod(group, len(chunks))
+            return runs_of(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
+
+        # Windows come group by group, so the runs of two groups are enough to cache.
+        self._cached_runs = lru_cache(2 * max(map(len, shares)))(make)
+
+    def layers(self, group: int) -> range:
+        """Return the layers of a group. Raises IndexError."""
+        return self._bands[self._band(group)]
+
+    def groups_ready(self, layers: int) -> int:
+        """Return how many groups may be sent once the first `layers` layers are computed."""
+        if layers >= self.src.layers:
+            return self.groups
+        return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
+
+    def layers_there(self, groups: int) -> int:
+        """Return how many layers are complete after the first `groups` groups."""
+        return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
+
+    def pairs(self, group: int) -> tuple[Pair, ...]:
+        """Return the pairs of a group, sorted. A window's pair number is an index into them."""
+        return tuple(share.pair for share in self._shares[self._band(group)])
+
+    def runs(self, group: int, pair: int) -> Runs:
+        """Return what pair number `pair` of a group copies. Raises IndexError."""
+        pairs = len(self._shares[self._band(group)])
+        if not 0 <= pair < pairs:
+            raise IndexError(f"pair {pair} of {pairs}")
+        return self._cached_runs(group, pair)
+
+    def group_bytes(self, group: int) -> int:
+        """Return the bytes that a group moves, over all pairs."""
+        rows = sum(
+            len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
+        )
+        tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
+        return rows * tokens * self.src.parts * self.src.row_bytes
+
+    def bytes_by_group(self) -> list[int]:
+        """Return `group_bytes` of every group, in order. There may be tens of thousands."""
+        return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole transfer."""
+        return sum(self._token_bytes()) * sum(self._chunk_tokens)
+
+    def _token_bytes(self) -> list[int]:
+        """Return the bytes of one token in each band of layers, over all pairs."""
+        row = self.src.parts * self.src.row_bytes
+        return [
+            row * sum(len(share.layers) * len(share.heads) for share in shares)
+            for shares in self._shares
+        ]
+
+    def windows(self, group: int, window_bytes: int) -> Iterator[Window]:
+        """Cut a group into windows of at most `window_bytes`, equal on both sides.
+
+        A single longer run is a window of its own.
+        """
+        for pair in range(len(self._shares[self._band(group)])):
+            ends = np.cumsum(self.runs(group, pair).length)
+            first, begin = 0, 0
+            while first < ends.size:
+                end = max(int(np.searchsorted(ends, begin + window_bytes, "right")), first + 1)
+                yield Window(pair, first, end - first, int(ends[end - 1]) - begin)
+                first, begin = end, int(ends[end - 1])
+
+    def _band(self, group: int) -> int:
+        """Return the index of the layer band of a group. Raises IndexError."""
+        if not 0 <= group < self.groups:
+            raise IndexError(f"group {group} of {self.groups}")
+        return group // len(self._chunk_tokens)
+
+
+def plan(
+    src: KvLayout,
+    dst: KvLayout,
+    src_blocks: Blocks,
+    dst_blocks: Blocks,
+    tokens: int,
+    *,
+    skip_tokens: int = 0,
+    group_layers: int | None = None,
+    most_run_bytes: int = MOST_RUN_BYTES,
+    most_runs: int = MOST_RUNS,
+) -> Plan:
+    """Plan how tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
+
+    src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
+                             the same on every rank
+    group_layers             layers per group; None: by `layers_per_group`
+    max_runs                 runs of a pair in a group, exceeded by up to one segment
+
+    Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
+    the last block, up to the nearest block end on either side: a whole block is one run, a partial
+    one has a run per layer and head. Nothing before `skip_tokens` is written. Heads that several
+    source ranks hold are read from each of them in turn, over groups and destination ranks.
+
+    Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens.
+    """
+    reason = dst.mismatch(src)
+    if reason is not None:
+        raise LayoutMismatch(reason)
+    if not 0 <= skip_tokens < tokens:
+        raise ValueError(f"tokens {skip_tokens} to {tokens} are not a valid range")
+    from_blocks, to_blocks = (
+        _checked(src_blocks, src, tokens, "source"),
+        _checked(dst_blocks, dst, tokens, "sink"),
+    )
+    if distinct(to_blocks).size != to_blocks.size:
+        raise ValueError("a block of the sink is listed twice")
+    end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
+    covered = range(skip_tokens, end)
+    if group_layers is None:
+        group_layers = layers_per_group(src, tokens - skip_tokens)
+    if min(group_layers, most_run_bytes, most_runs) < 1:
+        raise ValueError(
+            f"group_layers {group_layers}, most_run_bytes {most_run_bytes} "
+            f"and most_runs {most_runs} must be at least 1"
+        )
+    segments = segments_of(src, dst, from_blocks, to_blocks, covered)
+    return Plan(src, dst, segments, covered, group_layers, _Limits(most_run_bytes, most_runs))
+
+
+def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
+    """Return the fewest layers whose cache of `tokens` tokens has `group_bytes`.
+
+    This is enough to keep a link busy.
+    """
+    layer_bytes = tokens * layout.bytes_per_token // layout.layers
+    return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
+
+
+def most_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
+    """Return an upper bound for the pairs of stages and ranks that a plan examines.
+
+    The time to plan grows with it, whatever the number of blocks.
+    """
+    bands = -(-src.layers // group_layers)
+    # Each layer at which a group or a stage begins adds one division.
+    common = bands + src.pp + dst.pp - 2
+    copies = max(1, src.tp // src.kv_heads)
+    return bands * src.pp * dst.pp + common * src.tp // copies * dst.tp
+
+
+def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offsets:
+    numbers = np.asarray(blocks)
+    count = -(-tokens // layout.block_tokens)
+    if numbers.ndim != 1 or numbers.size < count:
+        raise ValueError(f"{tokens} tokens do not fit into {numbers.size} blocks of the {side}")
+    numbers = numbers[:count]
+    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= _MOST_BLOCK:
+        raise ValueError(f"the {side} has an invalid block number")
+    return numbers.astype(np.int64)
+
+
+def _chunks(
+    src: KvLayout,
+    dst: KvLayout,
+    segments: Segments,
+    shares: tuple[tuple[Share, ...], ...],
+    limits: _Limits,
+) -> list[Segments]:
+    """Cut the segments into chunks, as soon as a pair reaches its limit of runs.
+
+    Runs that will join are counted separately.
+    """
+    share_by_shape = {
+        (len(share.layers), len(share.heads)): share for band in shares for share in band
+    }.values()
+    lengths, which = np.unique(segments.tokens, return_inverse=True)
+    most = np.array(
+        [
+            max(
+                most_runs(src, dst, share, int(length), limits.run_bytes)
+                for share in share_by_shape
+            )
+            for length in lengths
+        ]
+    )
+    runs = most[which]
+    fills = (np.cumsum(runs) - runs) // limits.runs
+    cuts = [0, *(np.flatnonzero(np.diff(fills)) + 1).tolist(), fills.size]
+    return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
+
+
+def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[Share]:
+    """Return which pairs move which heads of these layers, sorted by pair."""
+    shares = []
+    for src_stage, dst_stage, common in _common_layers(src, dst, layers):
+        for src_tp, dst_tp, heads in _common_heads(src, dst, band):
+            pair = Pair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
+            shares.append(Share(pair, common, heads))
+    return iter(sorted(shares, key=lambda share: share.pair))
+
+
+def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tuple[int, int, range]]:
+    for src_stage in range(src.pp):
+        for dst_stage in range(dst.pp):
+            common = _overlap(_overlap(src.layers_of(src_stage), dst.layers_of(dst_stage)), layers)
+            if common:
+                yield src_stage, dst_stage, common
+
+
+def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int, int, range]]:
+    """Yield (source tp rank, sink tp rank, heads), every head of each sink rank once."""
+    copies = max(1, src.tp // src.kv_heads)
+    sinks = max(1, dst.tp // dst.kv_heads)
+    for dst_tp in range(dst.tp):
+        wanted = dst.heads_of(dst_tp)
+        copy = (dst_tp % sinks * copies // sinks + band) % copies
+        for src_tp in range(copy, src.tp, copies):
+            heads = _overlap(src.heads_of(src_tp), wanted)
+            if heads:
+                yield src_tp, dst_tp, heads
+
+
+def _overlap(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))

@@ -1,0 +1,1 @@
+"""The links of one agent: dialled, proven, kept alive, lost."""

@@ -1,0 +1,82 @@
+"""UnprovenLinks: links whose peer has not shown the fleet's key, limited in total and per address.
+
+Not here: the proof (kvtransfer/protocol/session.py), and its time limit (kvtransfer/links/peer_link.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+
+from kvtransfer.contract import Link
+
+
+class UnprovenLinks:
+    """A bounded set of unproven links.
+
+    A new link is always added, at the cost of another one if needed.
+
+    If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
+    `most` links in total, the oldest link of the address with the most links is dropped.
+    """
+
+    def __init__(self, most: int, per_address: int) -> None:
+        self._most, self._per_address = most, per_address
+        self._address_of: dict[Link, str] = {}  # oldest first
+        self._count_of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._address_of)
+
+    def __contains__(self, link: Link) -> bool:
+        return link in self._address_of
+
+    def admit(self, link: Link) -> Link | None:
+        """Add a link. Returns the link that the caller must close to make room, if any."""
+        address = client_address(link.peer)
+        dropped = self._victim(address)
+        if dropped is not None:
+            self.remove(dropped)
+        self._address_of[link] = address
+        self._count_of[address] += 1
+        return dropped
+
+    def remove(self, link: Link) -> None:
+        """Remove a link that has ended or whose peer has shown the key.
+
+        No-op for an unknown link.
+        """
+        address = self._address_of.pop(link, None)
+        if address is None:
+            return
+        self._count_of[address] -= 1
+        if not self._count_of[address]:
+            del self._count_of[address]
+
+    def _victim(self, address: str) -> Link | None:
+        if self._count_of[address] >= self._per_address:
+            return self._oldest_of(address)
+        if len(self._address_of) < self._most:
+            return None
+        heaviest = max(self._count_of.values())
+        return next(link for link, of in self._address_of.items() if self._count_of[of] == heaviest)
+
+    def _oldest_of(self, address: str) -> Link:
+        return next(link for link, of in self._address_of.items() if of == address)
+
+
+def client_address(peer: str) -> str:
+    """Return what a client cannot change at will: its IPv4 address, or the /64 of its IPv6 address.
+
+    A name that is not host:port (a link within a host) is returned unchanged.
+    """
+    host = peer.rpartition(":")[0].strip("[]") or peer
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), 64), strict=False))

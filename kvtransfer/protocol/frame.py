@@ -1,0 +1,168 @@
+"""Frames: the bytes on a connection between two agents. Length-limited, checksummed, sans-IO.
+
+    magic "KVF2" | xxh3-64 of everything behind it, header included
+    kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64
+    header
+    payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
+
+A message is a header without a payload. A window's header says which runs of the plan follow; its
+trailer carries what the source learnt while reading its memory. Numbers are little-endian. Not
+here: sockets, where payloads go (kvtransfer/transports/stream/inbound.py), and authenticity (a checksum finds broken
+bytes, not forged ones).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from kvtransfer.contract import Verdict, WindowHead
+
+_MAGIC = b"KVF2"
+_CHECKED = struct.Struct("<4sQ")
+_FIELDS = struct.Struct("<BBHIQ")
+_PREAMBLE = struct.Struct("<4sQBBHIQ")
+_HEAD = struct.Struct("<QIIIIQ")
+_FIELDS_AND_HEAD = struct.Struct("<BBHIQQIIIIQ")
+_TRAILER = struct.Struct("<B7x16s")
+_VERDICTS = (Verdict.OK, Verdict.STALE, Verdict.CORRUPT)
+
+PREAMBLE_BYTES = _PREAMBLE.size
+WINDOW_HEADER_BYTES = _HEAD.size
+TRAILER_BYTES = _TRAILER.size
+PROOF_BYTES = 16
+
+
+class FrameError(Exception):
+    """The bytes are not a valid frame. Their connection must not be trusted any further."""
+
+
+class Kind(IntEnum):
+    """The kind of a frame.
+
+    WINDOW                   the window's bytes follow
+    SHARED, REGIONS, TAKEN   windows through shared memory (transports/shm.py)
+    SPREAD                   the transfer's windows may use any lane from now on
+    """
+
+    MESSAGE = 1
+    WINDOW = 2
+    SHARED = 3
+    REGIONS = 4
+    TAKEN = 5
+    SPREAD = 7
+
+
+class Proof(IntEnum):
+    """What the trailer proves about the payload."""
+
+    NONE = 0
+    XXH3 = 1  # the payload is undamaged
+    # Payload, header and verdict were written, in this order, by a holder of the key.
+    GCM = 2
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+_PROOFS = tuple(Proof)
+
+
+MOST_PAYLOAD = 64 << 20
+
+
+class FrameLimits(msgspec.Struct, frozen=True):
+    """The largest frame to read or write. A peer can make an agent buffer one header at most."""
+
+    header_bytes: int = 16 << 10
+    payload_bytes: int = MOST_PAYLOAD
+
+
+class Opening(NamedTuple):
+    """The decoded start of a frame, within the limits but not yet verified by its checksum."""
+
+    kind: Kind
+    proof: Proof
+    header_bytes: int
+    payload_bytes: int
+    checksum: int
+
+
+def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proof.NONE) -> bytes:
+    """Encode the preamble and header of a frame. The payload follows."""
+    return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
+
+
+def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
+    """Encode the frame ahead of a window's bytes. Raises FrameError for out-of-range numbers."""
+    try:
+        fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
+        return _checked(
+            _FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
+        )
+    except struct.error as error:
+        raise FrameError(f"{head} does not fit into a header: {error}") from error
+
+
+def opening(data: memoryview, limits: FrameLimits) -> Opening:
+    """Decode the first PREAMBLE_BYTES of `data`.
+
+    Raises FrameError if they are invalid or too large.
+    """
+    magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
+    if magic != _MAGIC or zero:
+        raise FrameError("not a frame: wrong magic")
+    if header_bytes > limits.header_bytes:
+        raise FrameError(
+            f"a header of {header_bytes} bytes is over the limit of {limits.header_bytes}"
+        )
+    if payload_bytes > limits.payload_bytes:
+        raise FrameError(
+            f"a payload of {payload_bytes} bytes is over the limit of {limits.payload_bytes}"
+        )
+    if not (kind in _KINDS and proof < len(_PROOFS)):
+        raise FrameError(f"unknown frame: kind {kind} with proof {proof}")
+    return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
+
+
+def verify(data: memoryview, announced: Opening) -> None:
+    """Raise FrameError unless the preamble and header match their checksum."""
+    if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
+        raise FrameError("the frame is damaged: checksum differs")
+
+
+def pack_head(head: WindowHead) -> bytes:
+    """Encode a window's head. Raises FrameError for out-of-range numbers."""
+    try:
+        return _HEAD.pack(
+            head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
+        )
+    except struct.error as error:
+        raise FrameError(f"{head} does not fit into a header: {error}") from error
+
+
+def unpack_head(header: bytes | memoryview) -> WindowHead:
+    """Decode a window's head. Raises FrameError if it is too short."""
+    if len(header) < _HEAD.size:
+        raise FrameError(f"{len(header)} bytes are not a window's header")
+    return WindowHead(*_HEAD.unpack_from(header))
+
+
+def trailer(verdict: Verdict, proof: bytes | int = 0) -> bytes:
+    """Encode a window's trailer. `proof`: an xxh3-64 digest or a GCM tag."""
+    data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
+    return _TRAILER.pack(_VERDICTS.index(verdict), data)
+
+
+def read_trailer(data: memoryview) -> tuple[Verdict, bytes]:
+    """Decode a trailer: the source's verdict and its proof."""
+    verdict, proof = _TRAILER.unpack_from(data)
+    if verdict >= len(_VERDICTS):
+        raise FrameError(f"unknown verdict {verdict}")
+    return _VERDICTS[verdict], proof
+
+
+def _checked(data: bytes) -> bytes:
+    return _CHECKED.pack(_MAGIC, xxhash.xxh3_64_intdigest(data)) + data

@@ -1,0 +1,120 @@
+"""Lease: the promise that prefilled KV stays available until it is fetched or its time is up.
+
+    OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
+    EXPIRED     the deadline passed in any state before RELEASED
+    REVOKED     given up: the client left, a transfer failed, a group died
+
+A table of transitions and a function that applies it. Not here: timers, blocks, messages. The owner
+of a lease feeds it events and acts on the resulting state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+import msgspec
+
+
+class LeaseState(StrEnum):
+    """The states of a lease. RELEASED, EXPIRED and REVOKED are final."""
+
+    OFFERED = "offered"
+    CLAIMED = "claimed"
+    MOVING = "moving"
+    LANDED = "landed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+class LeaseEvent(StrEnum):
+    """The events of a lease.
+
+    claim     a decoder will fetch the KV
+    start     bytes begin to move
+    land      all bytes have arrived and are verified
+    release   the source frees the blocks
+    renew     a heartbeat moves the deadline
+    expire    the deadline has passed
+    revoke    one side has given up
+    """
+
+    CLAIM = "claim"
+    START = "start"
+    LAND = "land"
+    RELEASE = "release"
+    RENEW = "renew"
+    EXPIRE = "expire"
+    REVOKE = "revoke"
+
+
+_S, _E = LeaseState, LeaseEvent
+
+TRANSITIONS: Mapping[tuple[LeaseState, LeaseEvent], LeaseState] = MappingProxyType(
+    {
+        (_S.OFFERED, _E.CLAIM): _S.CLAIMED,
+        (_S.OFFERED, _E.RENEW): _S.OFFERED,
+        (_S.OFFERED, _E.EXPIRE): _S.EXPIRED,
+        (_S.OFFERED, _E.REVOKE): _S.REVOKED,
+        (_S.CLAIMED, _E.START): _S.MOVING,
+        (_S.CLAIMED, _E.RENEW): _S.CLAIMED,
+        (_S.CLAIMED, _E.EXPIRE): _S.EXPIRED,
+        (_S.CLAIMED, _E.REVOKE): _S.REVOKED,
+        (_S.MOVING, _E.LAND): _S.LANDED,
+        (_S.MOVING, _E.RENEW): _S.MOVING,
+        (_S.MOVING, _E.EXPIRE): _S.EXPIRED,
+        (_S.MOVING, _E.REVOKE): _S.REVOKED,
+        (_S.LANDED, _E.RELEASE): _S.RELEASED,
+        (_S.LANDED, _E.EXPIRE): _S.EXPIRED,
+        (_S.LANDED, _E.REVOKE): _S.REVOKED,
+    }
+)
+
+TERMINAL = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.REVOKED})
+
+# After the bytes have landed, the deadline only guards against a lost acknowledgement, so a late
+# release is still legal.
+_TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE})
+
+
+class LeaseError(Exception):
+    """The event is illegal: wrong state, after the deadline, or an expiry before it."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The lease of one request's KV at its source.
+
+    `deadline` is in seconds on the owner's clock; `ended_from` is the state from which it ended.
+    """
+
+    id: str
+    deadline: float
+    state: LeaseState = LeaseState.OFFERED
+    left: LeaseState | None = None
+
+
+def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
+    """Return the lease after `event` at `now`. RENEW takes the new `deadline`.
+
+    Raises LeaseError if the event is illegal. After the deadline most events are, even before a
+    timer has fired. Otherwise a slow reader could read blocks that already have a new owner.
+    """
+    after = TRANSITIONS.get((lease.state, event))
+    if after is None:
+        raise LeaseError(f"lease {lease.id} is {lease.state}: it cannot {event}")
+    if now >= lease.deadline and event not in _TIMELESS:
+        raise LeaseError(
+            f"lease {lease.id} ran out {now - lease.deadline:.3f} s ago: it cannot {event}"
+        )
+    if event is LeaseEvent.EXPIRE and now < lease.deadline:
+        raise LeaseError(
+            f"lease {lease.id} has {lease.deadline - now:.3f} s left: it cannot expire"
+        )
+    if event is LeaseEvent.RENEW:
+        if deadline is None or deadline < lease.deadline:
+            raise LeaseError(f"lease {lease.id} can only be renewed to a later deadline")
+        return msgspec.structs.replace(lease, deadline=deadline)
+    left = lease.state if after in TERMINAL else None
+    return Lease(lease.id, lease.deadline, after, left)

@@ -1,0 +1,171 @@
+"""Session: mutual proof of identity under the fleet's key, then a seal on every message. Sans-IO.
+
+    sink                       source
+    Hello(nonce, card)   ->                              (or Lane) the only message without a seal
+                         <-    Welcome(nonce, card) + seal
+    Ready + seal         ->                              from here on each side knows the other
+
+A seal is HMAC-SHA256, truncated to 16 bytes, of a counter and the message, under a key of this link
+and direction. It detects forged, altered, repeated, missing and reordered messages. Not here:
+sealing windows of KV (the transport does it, with `window_key`), messages after Ready, and nonces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from kvtransfer.protocol.messages import (
+    VERSION,
+    Card,
+    Hello,
+    Lane,
+    Message,
+    ProtocolError,
+    Ready,
+    Welcome,
+    decode,
+    encode,
+)
+
+SEAL_BYTES = 16
+MOST_HELLO_BYTES = 16 << 10
+_RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
+
+
+def greeting_nonce(key: bytes, random: bytes) -> bytes:
+    """Return a nonce for Hello or Lane that shows the key: 8 random bytes and their tag.
+
+    It can be replayed, so it is no proof. It only decides which new links are served first.
+    """
+    random = random[:_RANDOM_BYTES]
+    return (
+        random + hmac.digest(key, b"penstock kv greeting" + random, "sha256")[: 16 - _RANDOM_BYTES]
+    )
+
+
+def shows_key(key: bytes, nonce: bytes) -> bool:
+    """Return whether a greeting's nonce was made with this key, now or earlier."""
+    return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
+
+
+class Unproven(Exception):
+    """The seal is invalid: the peer has another key, or the bytes were altered."""
+
+
+class Session:
+    """One end of one link.
+
+    peer       the other agent's card; None until its identity is proven
+    version    the protocol version that the peer speaks
+    greeting   the nonce of the Hello, which identifies the link at both ends
+    lane_of    the greeting of the link whose lane this is; empty: no lane
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        nonce: bytes,
+        card: Card,
+        *,
+        dialled: bool,
+        budget_bytes: int = 0,
+        lane_of: bytes = b"",
+    ) -> None:
+        self.dialled = dialled
+        self.peer: Card | None = None
+        self.version = VERSION
+        self.budget_bytes = budget_bytes
+        self.greeting, self.lane_of = nonce, lane_of
+        self.window_key = b""
+        self._key, self._nonce, self._card = key, nonce, card
+        self._hello = b""
+        self._claimed: Card | None = None
+        self._seal_key = self._open_key = b""
+        self._sealed = self._opened = 0
+
+    def hello(self) -> bytes:
+        """Return the first message of the dialling end."""
+        identity = (VERSION, self._nonce, self._card)
+        self._hello = encode(
+            Lane(*identity, self.lane_of) if self.lane_of else Hello(*identity, self.budget_bytes)
+        )
+        return self._hello
+
+    def answer(self, data: bytes) -> tuple[Message | None, bytes | None]:
+        """Handle the next message.
+
+        Returns the decoded message (None during the handshake) and the bytes to send back, if any.
+        Raises ProtocolError and Unproven; the link must then be closed.
+        """
+        if self.peer is not None:
+            return self._open(data), None
+        if not self.dialled and not self._hello:
+            return None, self._answer_hello(data)
+        if self.dialled:
+            return None, self._answer_welcome(data)
+        if not isinstance(self._open(data), Ready):
+            raise ProtocolError("expected Ready")
+        self.peer = self._claimed
+        return None, None
+
+    def seal(self, message: Message) -> bytes:
+        """Return the message as sent on the wire. Call it in the order of sending."""
+        return self._seal(encode(message))
+
+    def _answer_hello(self, data: bytes) -> bytes:
+        """Answer the Hello with a Welcome. The peer's identity is not proven yet."""
+        if len(data) > MOST_HELLO_BYTES:
+            raise ProtocolError(f"a Hello of {len(data)} bytes")
+        hello = decode(data)
+        if isinstance(hello, Hello):
+            self.budget_bytes = hello.budget_bytes
+        elif isinstance(hello, Lane):
+            self.lane_of = hello.lane_of
+        else:
+            raise ProtocolError("expected Hello")
+        self._hello, self._claimed = bytes(data), hello.card
+        self.version, self.greeting = hello.version, hello.nonce
+        welcome = encode(Welcome(VERSION, self._nonce, self._card))
+        self._derive(welcome)
+        return self._seal(welcome)
+
+    def _answer_welcome(self, data: bytes) -> bytes:
+        """Answer the Welcome with Ready.
+
+        Its seal covers our nonce, so it proves the peer's identity.
+        """
+        body = bytes(data[:-SEAL_BYTES])
+        if len(data) > MOST_HELLO_BYTES:
+            raise ProtocolError(f"a Welcome of {len(data)} bytes")
+        self._derive(body)
+        welcome = self._open(data)
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError("expected Welcome")
+        self.version, self.peer = welcome.version, welcome.card
+        return self.seal(Ready())
+
+    def _derive(self, welcome: bytes) -> None:
+        """Derive the keys of this link. Both nonces enter, so no two links have the same keys."""
+        transcript = hashlib.sha256(
+            len(self._hello).to_bytes(4, "big") + self._hello + welcome
+        ).digest()
+        secret = hmac.digest(self._key, b"penstock kv link" + transcript, "sha256")
+        sink, source = (hmac.digest(secret, label, "sha256") for label in (b"sink", b"source"))
+        self._seal_key, self._open_key = (sink, source) if self.dialled else (source, sink)
+        self.window_key = hmac.digest(secret, b"windows", "sha256")
+
+    def _seal(self, body: bytes) -> bytes:
+        tag = hmac.digest(self._seal_key, self._sealed.to_bytes(8, "big") + body, "sha256")
+        self._sealed += 1
+        return body + tag[:SEAL_BYTES]
+
+    def _open(self, data: bytes) -> Message:
+        body, tag = bytes(data[:-SEAL_BYTES]), bytes(data[-SEAL_BYTES:])
+        expected = hmac.digest(self._open_key, self._opened.to_bytes(8, "big") + body, "sha256")[
+            :SEAL_BYTES
+        ]
+        if not hmac.compare_digest(tag, expected):
+            raise Unproven("invalid seal")
+        self._opened += 1
+        return decode(body)

@@ -1,0 +1,175 @@
+"""Tickets: a source's permission to fetch one offer, once. Opaque text for gateways and engines.
+
+A ticket names an offer, its agent and that agent's epoch, the sink, the blocks with their
+generations, and an end time. An HMAC proves that the agent issued it. Not here: the offers
+(kvtransfer/transfer/source.py), or proof of who presents a ticket (kvtransfer/protocol/session.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from enum import StrEnum
+from heapq import heappop, heappush
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_CHARS = 1024
+_MAC_BYTES = 32
+_LEAST_KEY_BYTES = 16
+_DOMAIN = b"penstock kv ticket 1\0"
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Refusal(StrEnum):
+    """Why a ticket is refused. Counted separately: a restart is not an attack, nor is a delay."""
+
+    MALFORMED = "malformed"
+    FORGED = "forged"
+    WRONG_EPOCH = "wrong_epoch"
+    WRONG_SINK = "wrong_sink"
+    EXPIRED = "expired"
+    SPENT = "spent"
+    TOO_MANY = "too_many"
+
+
+class Refused(Exception):
+    """The ticket is refused for `reason`. The message never quotes the ticket."""
+
+    def __init__(self, reason: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The content of a ticket.
+
+    offer       name of the offer at its source
+    agent       name of the source
+    epoch       16 random bytes, drawn at every start of the source
+    digest      `digest_of` the promised blocks and generations
+    not_after   seconds on the monotonic clock of the source, which issues and checks it
+    nonce       16 random bytes that identify the ticket, so that it is used once
+    sink        the only agent that may present it; None: any of the fleet
+
+    There is no direction, because the source always writes, into blocks that the sink names. There
+    is no size, because the offer defines the number of tokens.
+    """
+
+    offer: _Name
+    agent: _Name
+    epoch: _Nonce
+    digest: _Nonce
+    not_after: float
+    nonce: _Nonce
+    sink: _Name | None = None
+
+
+# Created at import: msgspec crashes if two threads use a type for the first time at once.
+_DECODER = msgspec.msgpack.Decoder(Ticket)
+
+
+def renewed(nonce: bytes) -> bytes:
+    """Return the nonce of the next ticket for the same offer. That ticket can be used once, too."""
+    return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
+
+
+def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
+    """Return 16 bytes that identify these blocks, in this order, at these generations."""
+    hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
+    hashed.update(len(blocks).to_bytes(8, "little"))
+    hashed.update(np.ascontiguousarray(blocks, "<i8").tobytes())
+    hashed.update(np.ascontiguousarray(generations, "<u4").tobytes())
+    return hashed.digest()
+
+
+def mint(key: bytes, ticket: Ticket) -> str:
+    """Encode a ticket as ASCII text, safe in JSON, headers and URLs.
+
+    Raises ValueError if its names make it too long.
+    """
+    body = msgspec.msgpack.encode(ticket)
+    text = base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode()
+    if len(text) > MOST_CHARS:
+        raise ValueError(f"a ticket of {len(text)} characters is over the limit of {MOST_CHARS}")
+    return text
+
+
+def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
+    """Decode a ticket that this agent issued in this epoch, that is in time and valid for `sink`.
+
+    Raises TicketRefused. No field is read before the HMAC is verified.
+    """
+    data = _decode_text(text)
+    body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(key, body)):
+        raise Refused(Refusal.FORGED, "this agent did not issue the ticket")
+    try:
+        ticket = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(Refusal.MALFORMED, "the ticket is of another version") from error
+    if ticket.epoch != epoch:
+        raise Refused(Refusal.WRONG_EPOCH, "the ticket is from before a restart of its source")
+    if ticket.sink is not None and ticket.sink != sink:
+        raise Refused(Refusal.WRONG_SINK, "the ticket was issued for another agent")
+    if not now < ticket.not_after:
+        raise Refused(Refusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago")
+    return ticket
+
+
+class Used:
+    """The spent tickets, each remembered until it would be refused as expired.
+
+    It is bounded: when full, it refuses further tickets. Not thread-safe.
+    """
+
+    def __init__(self, most: int = 1 << 18) -> None:
+        self._most = most
+        self._nonces: set[bytes] = set()
+        self._by_end: list[tuple[float, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._nonces)
+
+    def look(self, ticket: Ticket, now: float) -> None:
+        """Raise TicketRefused if the ticket is spent, or if too many are remembered."""
+        while self._by_end and self._by_end[0][0] <= now:
+            self._nonces.discard(heappop(self._by_end)[1])
+        if ticket.nonce in self._nonces:
+            raise Refused(Refusal.SPENT, "the ticket has been used")
+        if len(self._nonces) >= self._most:
+            raise Refused(Refusal.TOO_MANY, f"{self._most} tickets are in use")
+
+    def spend(self, ticket: Ticket, now: float) -> None:
+        """Mark the ticket as spent. Raises TicketRefused as `check_unspent` does."""
+        self.look(ticket, now)
+        self._nonces.add(ticket.nonce)
+        heappush(self._by_end, (ticket.not_after, ticket.nonce))
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    if len(key) < _LEAST_KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes is too short: at least {_LEAST_KEY_BYTES}")
+    return hmac.digest(key, _DOMAIN + body, "sha256")
+
+
+def _decode_text(text: str) -> bytes:
+    """Decode base64url text, and refuse any but the canonical encoding."""
+    if not _MAC_BYTES < len(text) <= MOST_CHARS:
+        raise Refused(
+            Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}"
+        )
+    try:
+        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text") from error
+    if base64.urlsafe_b64encode(data).rstrip(b"=") != text.encode() or len(data) <= _MAC_BYTES:
+        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text")
+    return data

@@ -1,0 +1,1 @@
+"""The two ends of a transfer: offers at the source, reservations at the sink. Sans-IO."""

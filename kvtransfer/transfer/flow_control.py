@@ -1,0 +1,157 @@
+"""Which window to send next to a peer, how much may be in flight, and the measured bandwidth.
+
+Pure: the caller passes `now`. Not here: links, plans, or choosing a peer by bandwidth (the
+gateway's policies do that).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Klass(IntEnum):
+    """How urgent a transfer is.
+
+    A token waits for INTERACTIVE; BULK fills caches; MIGRATION empties a group.
+    """
+
+    INTERACTIVE = 0
+    BULK = 1
+    MIGRATION = 2
+
+    @classmethod
+    def named(cls, word: str) -> Klass:
+        """Return the priority of this name. Raises ValueError if there is none."""
+        try:
+            return cls[word.upper()]
+        except KeyError:
+            raise ValueError(
+                f"priority must be one of {', '.join(cls.__members__).lower()}, not {word!r}"
+            ) from None
+
+
+class Credits:
+    """The number of bytes that may be in flight to one peer.
+
+    Taken when a window is queued, and returned when it has landed. A window larger than the budget
+    is sent when nothing else is in flight. Not thread-safe.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        if budget_bytes < 1:
+            raise ValueError(f"budget_bytes must be positive, not {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self.taken_bytes = 0
+        self._by_transfer: dict[int, int] = {}
+
+    def take(self, transfer: int, n_bytes: int) -> bool:
+        """Take credit for `n_bytes`, if available. Returns whether it was taken."""
+        if self.taken_bytes and self.taken_bytes + n_bytes > self.budget_bytes:
+            return False
+        self.taken_bytes += n_bytes
+        self._by_transfer[transfer] = self._by_transfer.get(transfer, 0) + n_bytes
+        return True
+
+    def give(self, transfer: int, n_bytes: int) -> None:
+        """Return the credit of `n_bytes` that have landed.
+
+        Raises ValueError if fewer bytes of the transfer are in flight.
+        """
+        in_flight = self._by_transfer.get(transfer, 0)
+        if not 0 <= n_bytes <= in_flight:
+            raise ValueError(f"credit for {n_bytes} bytes returned, but {in_flight} were in flight")
+        self._by_transfer[transfer] = in_flight - n_bytes
+        self.taken_bytes -= n_bytes
+        if in_flight == n_bytes:
+            self._by_transfer.pop(transfer, None)
+
+    def forget(self, transfer: int) -> int:
+        """Return all credit of a finished transfer. Returns its bytes in flight."""
+        in_flight = self._by_transfer.pop(transfer, 0)
+        self.taken_bytes -= in_flight
+        return in_flight
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A transfer with windows to send. `deadline` and `since` are seconds on the owner's clock."""
+
+    transfer: int
+    klass: Klass
+    deadline: float
+    since: float
+
+
+class Turns:
+    """The order of transfers: by priority, then earliest deadline, then longest wait.
+
+    A transfer gains one priority level for every `promote_s` it waits, so that none starves.
+    """
+
+    def __init__(self, promote_s: float = 0.5) -> None:
+        self._promote_s = promote_s
+        self._turns: dict[int, Turn] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, transfer: int, klass: Klass, deadline: float, now: float) -> None:
+        """Add a transfer. One that is already queued keeps its place."""
+        self._turns.setdefault(transfer, Turn(transfer, klass, deadline, now))
+
+    def remove(self, transfer: int) -> None:
+        """Remove a transfer. No-op if it is not queued."""
+        self._turns.pop(transfer, None)
+
+    def next(self, now: float) -> int | None:
+        """Return the transfer whose window is sent next; None if none is queued.
+
+        It stays queued: remove it when it has no more windows.
+        """
+        if not self._turns:
+            return None
+        return min(
+            self._turns.values(),
+            key=lambda turn: (self._effective_priority(turn, now), turn.deadline, turn.since),
+        ).transfer
+
+    def _effective_priority(self, turn: Turn, now: float) -> int:
+        return max(0, turn.klass - int((now - turn.since) / self._promote_s))
+
+
+class Bandwidth:
+    """Measured bytes per second by (peer, transport), with exponential decay.
+
+    Weights halve with every `half_life_s` seconds of sending. Bytes and seconds decay separately,
+    so that many small transfers do not outweigh a large one. At most `max_entries` are stored; the
+    least recently used is dropped first.
+    """
+
+    def __init__(self, half_life_s: float = 1.0, most: int = 1024) -> None:
+        self._half_life_s, self._most = half_life_s, most
+        self._decayed: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def seen(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
+        """Record that `n_bytes` took `seconds`. Transfers too short to be timed are ignored."""
+        if seconds <= 0:
+            return
+        old_bytes, old_seconds = self._decayed.pop((peer, transport), (0.0, 0.0))
+        fade = 0.5 ** (seconds / self._half_life_s)
+        self._decayed[peer, transport] = (old_bytes * fade + n_bytes, old_seconds * fade + seconds)
+        if len(self._decayed) > self._most:
+            del self._decayed[next(iter(self._decayed))]
+
+    def bytes_per_s(self, peer: str, transport: str) -> float | None:
+        """Return the measured rate; None if there is none."""
+        decayed = self._decayed.get((peer, transport))
+        return None if decayed is None else decayed[0] / decayed[1]
+
+    def all(self) -> dict[tuple[str, str], float]:
+        """Return every measured rate."""
+        return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
+
+    def forget(self, peer: str) -> None:
+        """Drop the rates of a peer that is gone for good."""
+        for pair in [pair for pair in self._decayed if pair[0] == peer]:
+            del self._decayed[pair]

@@ -1,0 +1,152 @@
+"""Handles of offers and landings, and the wake-up from the agent's threads to the event loop.
+
+The agent writes a handle; the engine awaits it on the event loop. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from typing import Protocol
+
+from kvtransfer.protocol.outcomes import End
+
+
+class Bell(Protocol):
+    """A listener for changed handles, called on any thread with the agent's lock held."""
+
+    def ring(self, handle: Handle) -> None: ...
+
+
+class Doorbell:
+    """Wakes the waiters of handles on one event loop, from any thread, through one eventfd."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._changed_handles: deque[Handle] = deque()
+        loop.add_reader(self._fd, self._on_readable)
+
+    def ring(self, handle: Handle) -> None:
+        self._changed_handles.append(handle)
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        """Close the eventfd, and wake all remaining waiters.
+
+        Call it on the loop, after the last change.
+        """
+        self._loop.remove_reader(self._fd)
+        self._wake()
+        os.close(self._fd)
+
+    def _on_readable(self) -> None:
+        os.eventfd_read(self._fd)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._changed_handles:
+            self._changed_handles.popleft().wake()
+
+
+class Handle:
+    """An offer or a landing. `outcome` is None until it has ended, and then never changes."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.end: End | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    async def ended(self) -> End:
+        """Wait for the end and return the outcome. The blocks then belong to the engine again."""
+        while self.end is None:
+            await self._changed()
+        return self.end
+
+    def wake(self) -> None:
+        """Wake all waiters, because the handle has changed. Runs on the loop."""
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _changed(self) -> None:
+        """Wait for the next change. A cancelled wait removes its future."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+
+class OfferKeeper(Protocol):
+    """The methods of the agent that an Offer calls."""
+
+    def ready(self, number: int, layers: int) -> None: ...
+
+    def renew(self, number: int, ttl_s: float) -> str | None: ...
+
+    def revoke(self, number: int, detail: str) -> None: ...
+
+
+class LandingKeeper(Protocol):
+    """The methods of the agent that a Landing calls."""
+
+    def cancel(self, number: int, detail: str) -> None: ...
+
+
+class Offer(Handle):
+    """KV that one sink may fetch once.
+
+    `ticket` is ASCII text for the sink. Keep it secret: any agent that presents it may fetch.
+    """
+
+    def __init__(self, keeper: OfferKeeper, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self.ticket = ""
+        self._owner = keeper
+
+    def ready(self, layers: int) -> None:
+        """Allow the first `layers` layers to be sent, because they are computed."""
+        self._owner.ready(self.number, layers)
+
+    def renew(self, ttl_s: float) -> bool:
+        """Extend the lease to `ttl_s` seconds from now, never shortening it, and renew `ticket`.
+
+        Returns False if it is too late.
+        """
+        ticket = self._owner.renew(self.number, ttl_s)
+        self.ticket = ticket or self.ticket
+        return ticket is not None
+
+    def revoke(self, detail: str = "") -> None:
+        """Take the blocks back at once, even while a peer reads them. It ends as CANCELLED."""
+        self._owner.revoke(self.number, detail)
+
+
+class Landing(Handle):
+    """KV that is being received.
+
+    `layers` counts the complete and verified layers, from the first on. All of them are valid once
+    LANDED.
+    """
+
+    def __init__(self, keeper: LandingKeeper, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self.layers = 0
+        self._owner = keeper
+
+    async def reached(self, layers: int) -> bool:
+        """Wait until `layers` layers are complete. Returns False if the landing ended before."""
+        while self.layers < layers and self.end is None:
+            await self._changed()
+        return self.layers >= layers
+
+    def cancel(self, detail: str = "") -> None:
+        """Give up. The landing ends as CANCELLED once nothing can write its blocks any more.
+
+        No-op if it has ended or its fence is pending.
+        """
+        self._owner.cancel(self.number, detail)

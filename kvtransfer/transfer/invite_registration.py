@@ -1,0 +1,71 @@
+"""InviteRegistration: invitations whose memory must be registered with a network card first.
+
+Registration runs on other threads; invitations are sent in order. Not here: whether a landing is
+still wanted (kvtransfer/transfer/sink.py), and registration itself (kvtransfer/transports/rdma/memory_grants.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtransfer.contract import Link, TransportError
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transfer.commands import SendInvite
+from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.clock import Clock
+
+log = logging.getLogger("penstock")
+
+
+class Inviting:
+    """Registers memory on one thread per link, in the order of invitations.
+
+    Order matters, because a source accepts only growing transfer numbers. `granted` and `failed`
+    are called under the lock.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        clock: Clock,
+        lock: Hold,
+        granted: Callable[[SendInvite, bytes], None],
+        failed: Callable[[SendInvite, str], None],
+    ) -> None:
+        self._regions, self._clock, self._lock = regions, clock, lock
+        self._granted, self._failed = granted, failed
+        self._queued: dict[Link, deque[SendInvite]] = {}
+
+    def put(self, command: SendInvite) -> None:
+        """Queue an invitation. Call it with the lock held."""
+        if command.link in self._queued:
+            self._queued[command.link].append(command)
+            return
+        self._queued[command.link] = deque([command])
+        try:
+            self._clock.aside(lambda: self._work(command.link))
+        except RuntimeError as error:
+            # No thread can be started.
+            for queued in self._queued.pop(command.link):
+                self._failed(queued, str(error))
+
+    def _work(self, link: Link) -> None:
+        while True:
+            with self._lock:
+                if not self._queued[link]:
+                    del self._queued[link]
+                    return
+                command = self._queued[link].popleft()
+            try:
+                grant = link.grant(command.invite.transfer, self._regions, command.blocks)
+            except Exception as error:
+                # Whatever fails, the queued invitations must still be handled.
+                if not isinstance(error, TransportError):
+                    log.exception("kv: the link to %s cannot register memory", link.peer)
+                with self._lock:
+                    self._failed(command, str(error))
+            else:
+                with self._lock:
+                    self._granted(command, grant)

@@ -1,0 +1,112 @@
+"""ReceiveTracker: which bytes of one transfer have arrived, per layer group, in any order. Pure.
+
+Not here: the bytes, their verification, or what follows when all have arrived.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.reshard import Plan
+
+
+class WindowError(Exception):
+    """The announced window is not in the plan, has another size, or arrived before."""
+
+
+class CameBefore(WindowError):
+    """Some runs of the window were begun before. They are not written again, so no harm is done."""
+
+
+class Arrivals:
+    """Tracks the windows of a plan. Not thread-safe.
+
+    A window is begun when its head is read, and landed when its bytes are in place and verified. No
+    run is written twice, and only verified bytes count.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._missing = plan.bytes_by_group()
+        self._begun_runs: dict[tuple[int, int], _Spans] = {}
+        self._unverified: dict[tuple[int, int, int, int], int] = {}
+        self._groups_in_order = 0
+        self.n_bytes = 0
+
+    def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> Runs:
+        """Begin a window and return the runs to write.
+
+        Raises WindowError; the link must then not be trusted any further.
+        """
+        try:
+            runs = self.plan.runs(group, pair).cut(first, count)
+        except IndexError as error:
+            raise WindowError(f"no such window: {error}") from error
+        if runs.n_bytes != n_bytes:
+            raise WindowError(f"a window of {n_bytes} bytes, but the plan has {runs.n_bytes}")
+        if not self._begun_runs.setdefault((group, pair), _Spans()).add(first, first + count):
+            raise CameBefore(
+                f"runs {first} to {first + count} of group {group}, pair {pair} came before"
+            )
+        self._unverified[group, pair, first, count] = n_bytes
+        return runs
+
+    def land(self, group: int, pair: int, first: int, count: int) -> bool:
+        """Count a begun window as verified. Returns whether its group is complete.
+
+        Raises WindowError if it was not begun.
+        """
+        n_bytes = self._unverified.pop((group, pair, first, count), None)
+        if n_bytes is None:
+            raise WindowError(
+                f"runs {first} to {first + count} of group {group}, pair {pair} was not begun"
+            )
+        self.n_bytes += n_bytes
+        self._missing[group] -= n_bytes
+        while (
+            self._groups_in_order < len(self._missing) and not self._missing[self._groups_in_order]
+        ):
+            self._groups_in_order += 1
+        return not self._missing[group]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte of the plan has landed."""
+        return self._groups_in_order == len(self._missing)
+
+    @property
+    def layers(self) -> int:
+        """The number of complete layers, from the first on without a gap."""
+        return self.plan.layers_there(self._groups_in_order)
+
+
+class _Spans:
+    """Disjoint number ranges. Adjacent ranges are joined, so windows in order make one range."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, end: int) -> bool:
+        """Add [start, end). Returns False, adding nothing, if any part of it is present."""
+        index = bisect_right(self._starts, start)
+        if (index and self._ends[index - 1] > start) or (
+            index < len(self._starts) and self._starts[index] < end
+        ):
+            return False
+        joins_previous = index > 0 and self._ends[index - 1] == start
+        joins_next = index < len(self._starts) and self._starts[index] == end
+        if joins_previous and joins_next:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._starts[index]
+        elif joins_previous:
+            self._ends[index - 1] = end
+        elif joins_next:
+            self._starts[index] = start
+        else:
+            self._starts.insert(index, start)
+            self._ends.insert(index, end)
+        return True

@@ -1,0 +1,243 @@
+"""SendQueue: one link over which a peer fetches, with the order of its windows and their memory.
+
+Not here: whether an offer may be fetched at all (kvtransfer/transfer/source.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.contract import Link, Slice, WindowHead
+from kvtransfer.layout.block_mapping import Runs, distinct
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import MOST_RUNS, Plan
+from kvtransfer.protocol.lease import Lease
+from kvtransfer.protocol.messages import Card
+from kvtransfer.transfer.commands import Put
+from kvtransfer.transfer.flow_control import Credits, Klass, Turns
+
+_NONE = np.empty(0, np.int64)
+# Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because
+# they may be in transit.
+_MAX_TICKETS = 8
+
+
+class Ware(msgspec.Struct, frozen=True):
+    """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
+
+    sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
+    public     any agent may also fetch it by name
+    nonce      16 random bytes for the first ticket
+    order      the stable sort order of `blocks`, computed here
+    distinct   the distinct block numbers, computed here
+    """
+
+    name: str
+    blocks: NDArray[np.int64]
+    tokens: int
+    ttl_s: float
+    ready_layers: int
+    nonce: bytes
+    sink: str | None = None
+    public: bool = False
+    order: NDArray[np.int64] = _NONE
+    distinct: NDArray[np.int64] = _NONE
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "order", np.argsort(self.blocks, kind="stable"))
+        msgspec.structs.force_setattr(self, "distinct", distinct(self.blocks))
+
+
+class Offer:
+    """One offer and the lease that protects it.
+
+    generations     of its blocks, per rank, as promised when it was made
+    sorted_blocks   its block numbers in order, for a fast search per window
+    nonces          of its latest tickets
+    link, transfer  the sink that has taken it; the claim is complete once `plan` is set
+    """
+
+    __slots__ = (
+        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "plan",
+        "put_bytes", "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware",
+        "window_bytes", "windows",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, spec: Ware, generations: list[NDArray[np.uint32]], now: float
+    ) -> None:
+        self.number, self.ware, self.generations, self.began = number, spec, generations, now
+        self.sorted_blocks = spec.blocks[spec.order]
+        self.lease = Lease(spec.name, now + spec.ttl_s)
+        self.ticket = ""
+        self.nonces = deque([spec.nonce], _MAX_TICKETS)
+        self.ready_layers = spec.ready_layers
+        self.link: Link | None = None
+        self.transfer = 0
+        self.klass, self.urgent_at = Klass.INTERACTIVE, now
+        self.plan: Plan | None = None
+        self.window_bytes = 0
+        self.windows: Iterator[WindowHead | None] = iter(())
+        self.head: WindowHead | None = None
+        self.put_bytes = 0
+
+    @property
+    def live(self) -> bool:
+        return self.lease.left is None
+
+    def peek(self) -> WindowHead | None:
+        """Return the next window; None: no more is computed yet, or all windows have been sent."""
+        if self.head is None:
+            self.head = next(self.windows, None)
+        return self.head
+
+
+class Flow:
+    """Measures throughput over busy periods.
+
+    A period ends when no bytes are in flight, or after `most_s`, when the next one starts.
+    """
+
+    def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
+        self._seen, self._most_s = on_measured, most_s
+        self._since: float | None = None
+        self._bytes = 0
+
+    def begun(self, now: float) -> None:
+        """Note that bytes are in flight."""
+        if self._since is None:
+            self._since = now
+
+    def arrived(self, n_bytes: int, now: float, *, idle: bool) -> None:
+        """Count bytes that the peer has received. `idle`: no other bytes are in flight."""
+        self._bytes += n_bytes
+        if self._since is None or not (idle or now - self._since > self._most_s):
+            return
+        if self._bytes:
+            self._seen(self._bytes, now - self._since)
+        self._since, self._bytes = None if idle else now, 0
+
+
+class Outlet:
+    """The windows that go to one peer over one link.
+
+    claimed   the taken offers, by transfer number
+    newest    the latest transfer number. Numbers only grow, so a late message about an
+              old transfer is never taken for a new one
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        card: Card,
+        budget_bytes: int,
+        regions: list[Region],
+        on_measured: Callable[[int, float], None],
+    ) -> None:
+        self.card = card
+        self.claimed: dict[int, Offer] = {}
+        self.newest = -1
+        self.credits = Credits(max(1, budget_bytes))
+        self._link, self._regions = link, regions
+        self._turns = Turns()
+        self._flow = Flow(on_measured)
+
+    def take(self, offer: Offer, transfer: int) -> None:
+        """Assign the offer to this peer's transfer, before its plan is computed."""
+        self.claimed[transfer] = offer
+        offer.link, offer.transfer = self._link, transfer
+
+    def let_go(self, offer: Offer) -> None:
+        """Undo `take`, because the claim failed. The offer is available again."""
+        del self.claimed[offer.transfer]
+        offer.link, offer.transfer = None, 0
+
+    def claim(self, offer: Offer, plan: Plan, window_bytes: int) -> None:
+        """Set the plan by which the offer moves."""
+        offer.plan, offer.window_bytes = plan, window_bytes
+        offer.windows = _windows(offer, plan)
+
+    def release(self, offer: Offer, now: float, *, landed: bool) -> None:
+        """Remove an offer that has ended, and return its credit."""
+        del self.claimed[offer.transfer]
+        self._turns.remove(offer.transfer)
+        left = self.credits.forget(offer.transfer)
+        self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
+
+    def give(self, transfer: int, n_bytes: int, now: float) -> None:
+        """Return credit for bytes that the peer has received.
+
+        Raises ValueError if they were not sent.
+        """
+        self.credits.give(transfer, n_bytes)
+        self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)
+
+    def line_up(self, offer: Offer, now: float) -> None:
+        """Queue the offer, if it has windows to send."""
+        if offer.peek() is not None:
+            self._turns.add(offer.transfer, offer.klass, offer.urgent_at, now)
+
+    def pump(self, now: float) -> list[Put]:
+        """Return the windows to send now, in order of urgency, as far as the peer's credit allows.
+
+        At most MOST_RUNS runs, because other links wait meanwhile. Returned credit calls this
+        again.
+        """
+        puts: list[Put] = []
+        runs = 0
+        while runs < MOST_RUNS and (transfer := self._turns.next(now)) is not None:
+            offer = self.claimed[transfer]
+            head = offer.peek()
+            if head is None:
+                self._turns.remove(transfer)
+            elif self.credits.take(transfer, head.n_bytes):
+                self._flow.begun(now)
+                puts.append(self._put(offer, head))
+                runs += head.count
+            else:
+                break
+        return puts
+
+    def _put(self, offer: Offer, head: WindowHead) -> Put:
+        assert offer.plan is not None
+        offer.head = None
+        offer.put_bytes += head.n_bytes
+        src_rank, dst_rank = offer.plan.pairs(head.group)[head.pair]
+        runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
+        region = self._regions[src_rank]
+        current = _still_current(offer, region, src_rank, blocks_of(runs, region.block_bytes))
+        return Put(self._link, head, Slice(runs, region, src_rank, dst_rank, current))
+
+
+def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
+    """Return the source's blocks that these runs read, in order, without direct repetitions."""
+    first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
+    longest = int((last - first).max())
+    if longest:
+        steps = np.arange(longest + 1)
+        first = (first[:, None] + steps)[steps <= (last - first)[:, None]]
+    return first[np.flatnonzero(np.diff(first, prepend=-1))]
+
+
+def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
+    """Yield every window in order, and None while the next group is not computed."""
+    for group in range(plan.groups):
+        while plan.groups_ready(offer.ready_layers) <= group:
+            yield None
+        for window in plan.windows(group, offer.window_bytes):
+            yield WindowHead(offer.transfer, group, *window)
+
+
+def _still_current(
+    offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]
+) -> Callable[[], bool]:
+    """Return a check that the blocks are still the offer's: lease alive, generations unchanged."""
+    promised = offer.generations[rank][
+        offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]
+    ]
+    return lambda: offer.live and region.current(blocks, promised)

@@ -1,0 +1,495 @@
+"""The sink's logic: one agent's reservations, from `fetch` to the fence behind the last writer.
+
+    WAITING -> INVITED -> MOVING -> FENCING -> gone
+
+Sans-IO: events and the time go in, commands come out. All races of the receiving side are decided
+here. Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.contract import Link, Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import distinct
+from kvtransfer.layout.layout import KvLayout, fingerprint_of
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import LayoutMismatch, Plan, most_pairs, plan
+from kvtransfer.protocol.messages import (
+    MOST_BLOCKS,
+    MOST_TOKENS,
+    Accept,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    Unwanted,
+    check_seconds,
+    check_words,
+    pack_blocks,
+    stop,
+    unpack_blocks,
+)
+from kvtransfer.protocol.outcomes import Reason, end
+from kvtransfer.transfer.commands import (
+    Command,
+    Dial,
+    Fence,
+    Progress,
+    Resolve,
+    Send,
+    SendInvite,
+    reckoned,
+)
+from kvtransfer.transfer.flow_control import Klass
+from kvtransfer.transfer.receive_tracker import Arrivals, CameBefore, WindowError
+from kvtransfer.transfer.stats import Tally
+from kvtransfer.util.options import Options
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What an engine fetches: tokens [skip_tokens, tokens) of an offer, into `blocks`."""
+
+    address: str
+    name: str
+    blocks: NDArray[np.int64]
+    tokens: int
+    skip_tokens: int
+    timeout_s: float
+    klass: Klass = Klass.INTERACTIVE
+    ticket: str | None = None
+
+
+class SinkState(StrEnum):
+    """The states of a reservation.
+
+    WAITING   for a link
+    INVITED   the peer may write
+    MOVING    the peer writes
+    FENCING   ended, but writers may still be active
+    """
+
+    WAITING = "waiting"
+    INVITED = "invited"
+    MOVING = "moving"
+    FENCING = "fencing"
+
+
+class Reservation:
+    """The blocks and the progress of one landing. Owned by TransferSink."""
+
+    __slots__ = (
+        "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link",
+        "number", "peer", "plan", "said", "state", "wish",
+    )  # fmt: skip
+
+    def __init__(self, number: int, request: Wish, now: float) -> None:
+        self.number, self.wish = number, request
+        self.began, self.deadline = now, now + request.timeout_s
+        self.state = SinkState.WAITING
+        self.link: Link | None = None
+        self.said = False
+        self.peer = ""
+        self.layout: KvLayout | None = None
+        self.plan: Plan | None = None
+        self.arrivals: Arrivals | None = None
+        self.began_moving = now
+        self.layers = 0
+        self.end: tuple[Reason, str] | None = None
+
+
+class SinkBook:
+    """The reservations of one agent.
+
+    The caller numbers them; the numbers are also used on the wire.
+    """
+
+    def __init__(
+        self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally
+    ) -> None:
+        self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
+        self._reservations: dict[int, Reservation] = {}
+        self._links: dict[str, tuple[Link, KvLayout, str]] = {}
+        self._waiting: dict[str, list[Reservation]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The number of reservations by state."""
+        states = [reservation.state for reservation in self._reservations.values()]
+        return {state.value: states.count(state) for state in SinkState}
+
+    def due(self) -> float | None:
+        """Return when `tick` is due next; None: no deadline."""
+        while self._deadlines and self._deadlines[0][1] not in self._reservations:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def fetch(self, number: int, request: Wish, now: float) -> list[Command]:
+        """Begin a landing. Call `check` first."""
+        reservation = Reservation(number, request, now)
+        self._reservations[number] = reservation
+        heapq.heappush(self._deadlines, (reservation.deadline, number))
+        if request.address in self._links:
+            return [self._invite(reservation, now)]
+        waiting = self._waiting.get(request.address)
+        self._waiting.setdefault(request.address, []).append(reservation)
+        return [Dial(request.address)] if waiting is None else []
+
+    def linked(
+        self, address: str, link: Link, layout: KvLayout, agent: str, now: float
+    ) -> list[Command]:
+        """Invite the peer of a new link, for all landings that waited for it."""
+        self._links[address] = (link, layout, agent)
+        commands: list[Command] = []
+        for reservation in self._waiting.pop(address, []):
+            if reservation.number in self._reservations:
+                commands.append(self._invite(reservation, now))
+            else:
+                commands += self._unwanted(link, reservation)
+        return commands
+
+    def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
+        """End all landings that waited for a link that did not come up."""
+        waiters = [
+            reservation
+            for reservation in self._waiting.pop(address, [])
+            if reservation.number in self._reservations
+        ]
+        return [
+            command
+            for reservation in waiters
+            for command in self._end(reservation, reason, detail, now, tell=False)
+        ]
+
+    def leave(self, link: Link) -> None:
+        """Stop using a link that will end soon.
+
+        Its transfers may still land; new ones dial again.
+        """
+        self._links = {
+            address: there for address, there in self._links.items() if there[0] is not link
+        }
+
+    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+        """End all landings of a lost link, behind the fence: its writers may still be active."""
+        self.leave(link)
+        affected = [
+            reservation for reservation in self._reservations.values() if reservation.link is link
+        ]
+        return [
+            command
+            for reservation in affected
+            for command in self._end(reservation, reason, detail, now, tell=False)
+        ]
+
+    def cancel(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+        """Give a landing up. No-op if it has already ended."""
+        reservation = self._reservations.get(number)
+        return [] if reservation is None else self._end(reservation, reason, detail, now)
+
+    def close(self, now: float) -> list[Command]:
+        """Give all landings up."""
+        return [
+            command
+            for number in list(self._reservations)
+            for command in self.cancel(number, Reason.CLOSED, "", now)
+        ]
+
+    def tick(self, now: float) -> list[Command]:
+        """End all landings whose deadline has passed."""
+        commands: list[Command] = []
+        while (due := self.due()) is not None and due <= now:
+            _, number = heapq.heappop(self._deadlines)
+            commands += self.cancel(number, Reason.TIMEOUT, "", now)
+        return commands
+
+    def accepted(self, link: Link, message: Accept, now: float) -> list[Command]:
+        """Begin to receive. Raises ProtocolError if the source was not invited."""
+        reservation = self._find(link, message.transfer)
+        if reservation is None or reservation.state is SinkState.FENCING:
+            return []
+        if reservation.state is not SinkState.INVITED:
+            raise ProtocolError(
+                f"transfer {message.transfer} is {reservation.state}: it cannot be accepted"
+            )
+
+        def work() -> Callable[[float], list[Command]]:
+            tracker_or_error = self._plan(reservation, message)
+            return lambda now: self._begin(reservation, tracker_or_error, now)
+
+        assert reservation.layout is not None
+        pairs = most_pairs(reservation.layout, self._layout, message.group_layers)
+        return reckoned(
+            max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now
+        )
+
+    def _begin(
+        self, reservation: Reservation, tracker_or_error: Arrivals | str, now: float
+    ) -> list[Command]:
+        """Admit windows after the plan is computed, unless the landing has ended since."""
+        if reservation.state is not SinkState.INVITED:
+            return []
+        if isinstance(tracker_or_error, str):
+            return self._end(reservation, Reason.LAYOUT, tracker_or_error, now)
+        reservation.plan, reservation.arrivals = tracker_or_error.plan, tracker_or_error
+        reservation.state, reservation.began_moving = SinkState.MOVING, now
+        return []
+
+    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+        """End a landing that the source gave up or refused. Raises ProtocolError for LANDED."""
+        if message.reason is Reason.LANDED:
+            raise ProtocolError("a source cannot report that bytes have landed")
+        reservation = self._find(link, message.transfer)
+        if reservation is None:
+            return []
+        return self._end(reservation, message.reason, message.detail, now, tell=False)
+
+    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+        """Return where to write a window; None: discard it.
+
+        A window is written once, as planned, and only while its transfer is moving. Raises
+        WindowError for a window outside the plan; call `on_bad_window` then.
+        """
+        reservation = self._find_moving(link, head.transfer)
+        if reservation is None or reservation.arrivals is None or reservation.plan is None:
+            self._tally.discarded["late"] += 1
+            return None
+        try:
+            runs = reservation.arrivals.begin(
+                head.group, head.pair, head.first, head.count, head.n_bytes
+            )
+        except CameBefore:
+            self._tally.discarded["repeated"] += 1
+            return None
+        except WindowError:
+            self._tally.discarded["unplanned"] += 1
+            raise
+        src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
+        return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
+
+    def misled(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+        """End a landing whose source has another plan: the missing bytes would never come."""
+        reservation = self._find_moving(link, transfer)
+        return [] if reservation is None else self._end(reservation, Reason.PROTOCOL, detail, now)
+
+    def landed(self, link: Link, head: WindowHead, verdict: Verdict, now: float) -> list[Command]:
+        """Count a window that is in place, or end the landing if the window must not be used."""
+        reservation = self._find_moving(link, head.transfer)
+        if reservation is None or reservation.arrivals is None:
+            return []
+        if verdict is not Verdict.OK:
+            return self._end(reservation, Reason(verdict.value), f"layer group {head.group}", now)
+        try:
+            reservation.arrivals.land(head.group, head.pair, head.first, head.count)
+        except WindowError:
+            self._tally.discarded["repeated"] += 1
+            return []
+        commands = self._progress(reservation)
+        if not reservation.arrivals.complete:
+            return [*commands, Send(link, Credit(head.transfer, head.n_bytes))]
+        self._count_received(reservation, link, now)
+        reservation.state, reservation.end = SinkState.FENCING, (Reason.LANDED, "")
+        done = Landed(head.transfer, reservation.arrivals.n_bytes)
+        return [*commands, Send(link, done), Fence(link, head.transfer)]
+
+    def fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
+        """Return the blocks to the engine, because no writer is left."""
+        reservation = self._find(link, transfer)
+        if reservation is None or reservation.state is not SinkState.FENCING:
+            return []
+        return self._resolve(reservation, now)
+
+    def all_fenced(self, now: float) -> list[Command]:
+        """End every fencing landing, because all transports and their threads have ended."""
+        fencing = [
+            reservation
+            for reservation in self._reservations.values()
+            if reservation.state is SinkState.FENCING
+        ]
+        return [command for reservation in fencing for command in self._resolve(reservation, now)]
+
+    def invites(self, link: Link, transfer: int) -> bool:
+        """Return whether the invitation is still wanted. If so, the caller must send it."""
+        reservation = self._find(link, transfer)
+        if reservation is None or reservation.state is SinkState.FENCING:
+            return False
+        reservation.said = True
+        return True
+
+    def check(self, request: Wish) -> None:
+        """Raise ValueError for an invalid request: bad blocks or tokens. Needs no lock."""
+        check_words(request.name, request.ticket)
+        check_seconds("a landing", request.timeout_s)
+        if not 0 <= request.skip_tokens < request.tokens <= MOST_TOKENS:
+            raise ValueError(
+                f"tokens {request.skip_tokens} to {request.tokens} are not a valid range"
+            )
+        if request.blocks.size * self._layout.block_tokens < request.tokens:
+            raise ValueError(
+                f"{request.tokens} tokens do not fit into {request.blocks.size} blocks"
+            )
+        most = min(region.blocks for region in self._regions)
+        if (
+            request.blocks.size > MOST_BLOCKS
+            or request.blocks.min() < 0
+            or request.blocks.max() >= most
+        ):
+            raise ValueError(f"blocks lie between 0 and {most}")
+        if distinct(request.blocks).size != request.blocks.size:
+            raise ValueError("a block is listed twice")
+
+    def _invite(self, reservation: Reservation, now: float) -> Command:
+        request = reservation.wish
+        link, reservation.layout, reservation.peer = self._links[request.address]
+        reservation.state, reservation.link = SinkState.INVITED, link
+        left_s = max(0.0, reservation.deadline - now)
+        invite = Invite(
+            transfer=reservation.number,
+            name=request.name,
+            blocks=pack_blocks(request.blocks),
+            tokens=request.tokens,
+            skip_tokens=request.skip_tokens,
+            wait_s=min(left_s, 86_400.0),
+            slack_s=min(left_s, 86_400.0),
+            klass=int(request.klass),
+            window_bytes=min(self._options.window_bytes, link.window_bytes),
+            ticket=request.ticket,
+        )
+        block_tokens = self._layout.block_tokens
+        written = request.blocks[
+            request.skip_tokens // block_tokens : -(-request.tokens // block_tokens)
+        ]
+        return SendInvite(
+            link,
+            invite,
+            written,
+            # The blocks before are cached, and others may be reading them: no access to those.
+        )
+
+    def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
+        """Compute the same plan as the source, or return why there is none.
+
+        This runs without the lock, so the first group's runs are computed as well.
+        """
+        request = reservation.wish
+        assert reservation.layout is not None
+        fingerprint = fingerprint_of(reservation.layout, self._layout)
+        if message.layouts != fingerprint:
+            source_fingerprint = message.layouts or "none"
+            return (
+                f"the source plans with other layouts: {fingerprint} here, "
+                f"{source_fingerprint} there"
+            )
+        if message.window_bytes > self._options.window_bytes:
+            return f"windows of {message.window_bytes} bytes are too large"
+        try:
+            transfer_plan = plan(
+                reservation.layout,
+                self._layout,
+                unpack_blocks(message.blocks),
+                request.blocks,
+                request.tokens,
+                skip_tokens=request.skip_tokens,
+                group_layers=message.group_layers,
+            )
+        except (LayoutMismatch, ValueError) as error:
+            return str(error)
+        transfer_plan.runs(0, 0)
+        return Arrivals(transfer_plan)
+
+    def _find(self, link: Link, transfer: int) -> Reservation | None:
+        """Return the reservation if it uses this link, so that no peer reaches another's."""
+        reservation = self._reservations.get(transfer)
+        return reservation if reservation is not None and reservation.link is link else None
+
+    def _find_moving(self, link: Link, transfer: int) -> Reservation | None:
+        reservation = self._find(link, transfer)
+        return (
+            reservation
+            if reservation is not None and reservation.state is SinkState.MOVING
+            else None
+        )
+
+    def _progress(self, reservation: Reservation, *, fenced: bool = False) -> list[Command]:
+        """Report newly readable layers.
+
+        Over a one-sided link nothing is readable before the fence, because the source can still
+        write.
+        """
+        layers = 0 if reservation.arrivals is None else reservation.arrivals.layers
+        early = reservation.link is not None and reservation.link.one_sided and not fenced
+        if layers == reservation.layers or early:
+            return []
+        reservation.layers = layers
+        return [Progress(reservation.number, layers)]
+
+    def _count_received(self, reservation: Reservation, link: Link, now: float) -> None:
+        pair = (reservation.peer, link.transport)
+        self._tally.moved(pair, _received_bytes(reservation), now - reservation.began_moving)
+
+    def _end(
+        self,
+        reservation: Reservation,
+        reason: Reason,
+        detail: str,
+        now: float,
+        *,
+        tell: bool = True,
+    ) -> list[Command]:
+        """End a landing as failed. Its blocks come back behind the fence, if a peer was invited."""
+        if reservation.state is SinkState.FENCING:
+            return []
+        reservation.end = (reason, detail)
+        if reservation.link is None:
+            return self._resolve(reservation, now)
+        reservation.state = SinkState.FENCING
+        fence = Fence(reservation.link, reservation.number)
+        if not tell:
+            return [fence]
+        if not reservation.said:
+            return [*self._unwanted(reservation.link, reservation), fence]
+        return [Send(reservation.link, stop(reservation.number, reason, detail)), fence]
+
+    def _unwanted(self, link: Link, reservation: Reservation) -> list[Command]:
+        """Tell the source about a landing that was cancelled before its invitation was sent.
+
+        The source then frees the blocks. Nothing is sent if another landing wants the same offer.
+        """
+        request = reservation.wish
+        wanted = any(
+            (other.wish.address, other.wish.name) == (request.address, request.name)
+            and other.state is not SinkState.FENCING
+            for other in self._reservations.values()
+        )
+        unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
+        return (
+            [Send(link, Unwanted(request.name, request.ticket))] if unwanted and not wanted else []
+        )
+
+    def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
+        assert reservation.end is not None
+        del self._reservations[reservation.number]
+        reason, detail = reservation.end
+        transport = "" if reservation.link is None else reservation.link.transport
+        outcome = end(
+            reason,
+            n_bytes=_received_bytes(reservation),
+            seconds=now - reservation.began,
+            transport=transport,
+            detail=detail,
+        )
+        self._tally.landing_ended(outcome)
+        progress = self._progress(reservation, fenced=True) if outcome.landed else []
+        return [*progress, Resolve(reservation.number, outcome)]
+
+
+def _received_bytes(reservation: Reservation) -> int:
+    return 0 if reservation.arrivals is None else reservation.arrivals.n_bytes

@@ -1,0 +1,495 @@
+"""The source's logic: one agent's offers and the leases that protect them. Sans-IO.
+
+Events and the time go in, commands come out. All races of the sending side are decided here. Not
+here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.contract import Link
+from kvtransfer.layout.layout import fingerprint_of
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import LayoutMismatch, Plan, layers_per_group, most_pairs, plan
+from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
+from kvtransfer.protocol.messages import (
+    MOST_BLOCKS,
+    Accept,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    Unwanted,
+    check_seconds,
+    check_words,
+    pack_blocks,
+    stop,
+    unpack_blocks,
+)
+from kvtransfer.protocol.outcomes import Reason, end
+from kvtransfer.protocol.ticket import Ticket, renewed
+from kvtransfer.transfer.authorization import Leave, by_name
+from kvtransfer.transfer.commands import Admit, Bump, Command, Drop, Resolve, Send, reckoned
+from kvtransfer.transfer.flow_control import Bandwidth, Klass
+from kvtransfer.transfer.pending_invites import Guests
+from kvtransfer.transfer.send_queue import Offer, Outlet, Ware
+from kvtransfer.transfer.stats import Tally
+from kvtransfer.util.options import Options
+
+
+class SourceBook:
+    """The offers of one agent. `key` is the fleet's; the caller numbers the offers."""
+
+    def __init__(
+        self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally
+    ) -> None:
+        self._card, self._regions, self._options, self._tally = card, regions, options, tally
+        self._offers: dict[int, Offer] = {}
+        self._names: dict[str, Offer] = {}
+        self._outlets: dict[Link, Outlet] = {}
+        self._pending_invites = Guests(options)
+        self._authorizer = Leave(key, card, regions)
+        self.bandwidth = Bandwidth()
+        self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
+        self._deadlines: list[tuple[float, int]] = []
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The number of leases by state, and of waiting invitations."""
+        states = [offer.lease.state for offer in self._offers.values()]
+        counts = {state.value: states.count(state) for state in LeaseState}
+        return {**counts, "waiting_invitations": len(self._pending_invites)}
+
+    def unclaimed_s(self, now: float) -> float:
+        """Return the total seconds that KV waited here without being fetched, over all offers."""
+        waiting = [now - offer.began for offer in self._offers.values() if offer.plan is None]
+        return self._tally.unclaimed_s + sum(waiting)
+
+    def credits_taken(self) -> int:
+        """Return the bytes in flight to all peers."""
+        return sum(outlet.credits.taken_bytes for outlet in self._outlets.values())
+
+    def due(self) -> float | None:
+        """Return a time at or before the next `tick` is due; None: no deadline."""
+        while self._deadlines and self._deadlines[0][1] not in self._offers:
+            heapq.heappop(self._deadlines)
+        dues = [self._deadlines[0][0] if self._deadlines else None, self._pending_invites.due()]
+        return min((due for due in dues if due is not None), default=None)
+
+    def offer(self, number: int, spec: Ware, now: float) -> tuple[str, list[Command]]:
+        """Protect blocks until they are fetched. Returns the ticket and the commands.
+
+        An offer that its sink has given up waiting for ends at once, because no sink would fetch
+        it. Raises ValueError for an invalid offer.
+        """
+        self._check(spec)
+        generations = [region.generations_of(spec.blocks) for region in self._regions]
+        offer = Offer(number, spec, generations, now)
+        offer.ticket = self._authorizer.write(offer)
+        self._offers[number] = self._names[spec.name] = offer
+        self._offer_counts[spec.distinct] += 1
+        self._push_deadline(offer)
+        waiting, gave_up = self._pending_invites.offered(spec.name, now)
+        if waiting is not None:
+            return offer.ticket, self._match_invite(offer, waiting.link, waiting.invite, None, now)
+        if gave_up is not None and by_name(spec, gave_up):
+            return offer.ticket, self._end(
+                offer, Reason.CANCELLED, f"{gave_up} gave up before", now
+            )
+        return offer.ticket, []
+
+    def ready(self, number: int, layers: int, now: float) -> list[Command]:
+        """Allow the first `layers` layers to be sent, because they are computed."""
+        offer = self._offers.get(number)
+        if offer is None or layers <= offer.ready_layers:
+            return []
+        offer.ready_layers = layers
+        if offer.link is None:
+            return []
+        self._outlets[offer.link].line_up(offer, now)
+        return self._pump(self._outlets[offer.link], now)
+
+    def renew(self, number: int, ttl_s: float, now: float) -> str | None:
+        """Extend the lease and return a new ticket; None if the offer is gone or it is too late.
+
+        Raises ValueError for an invalid time.
+        """
+        check_seconds("an offer", ttl_s)
+        offer = self._offers.get(number)
+        if offer is None or not self._renew(offer, now + ttl_s, now):
+            return None
+        offer.nonces.append(renewed(offer.nonces[-1]))
+        offer.ticket = self._authorizer.write(offer)
+        return offer.ticket
+
+    def revoke(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+        """End an offer at once, even while a peer reads it. Readers then find the blocks stale."""
+        offer = self._offers.get(number)
+        return [] if offer is None else self._end(offer, reason, detail, now)
+
+    def decline(self, name: str, detail: str, now: float) -> list[Command]:
+        """Tell waiting and later sinks that no offer of this name will come."""
+        if name not in self._names:
+            self._pending_invites.ended(name, Reason.DECLINED, now)
+        return self._refuse_waiting(name, Reason.DECLINED, detail)
+
+    def close(self, now: float) -> list[Command]:
+        """End every offer and refuse every waiting invitation."""
+        commands = [
+            command
+            for name in list(self._pending_invites)
+            for command in self._refuse_waiting(name, Reason.CLOSED, "")
+        ]
+        return commands + [
+            c for number in list(self._offers) for c in self.revoke(number, Reason.CLOSED, "", now)
+        ]
+
+    def linked(self, link: Link, card: Card, budget_bytes: int) -> None:
+        """Add a peer that dialled this agent and has proven its identity."""
+        pair = (card.agent, link.transport)
+
+        def on_measured(n_bytes: int, seconds: float) -> None:
+            self.bandwidth.seen(*pair, n_bytes, seconds)
+            self._tally.sent(pair, n_bytes, seconds)
+
+        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), on_measured)
+
+    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+        """End every transfer of a lost link. Its blocks are free at once."""
+        outlet = self._outlets.pop(link, None)
+        if outlet is None:
+            return []
+        self._pending_invites.lost(link)
+        claimed = list(outlet.claimed.values())
+        return [
+            command
+            for offer in claimed
+            for command in self._end(offer, reason, detail, now, tell=False)
+        ]
+
+    def tick(self, now: float) -> list[Command]:
+        """End expired leases, and refuse invitations that waited too long."""
+        commands: list[Command] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            offer = self._offers.get(heapq.heappop(self._deadlines)[1])
+            if offer is not None and offer.lease.deadline <= now:
+                commands += self._end(offer, Reason.LEASE_EXPIRED, "", now)
+            elif offer is not None:
+                self._push_deadline(offer)
+        for name in self._pending_invites.overdue(now):
+            commands += self._refuse_waiting(name, Reason.NEVER_OFFERED, "")
+        return commands
+
+    def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
+        """Answer an invitation, or let it wait for its offer.
+
+        Raises ProtocolError for an old number.
+        """
+        outlet = self._outlets[link]
+        if invite.transfer <= outlet.newest:
+            raise ProtocolError(f"transfer {invite.transfer} is not new")
+        outlet.newest = invite.transfer
+        offer = self._names.get(invite.name)
+        ticket: Ticket | None = None
+        if invite.ticket is not None:
+            checked = self._authorizer.read(
+                invite.ticket, offer, invite.name, outlet.card.agent, now
+            )
+            if isinstance(checked, Reason):
+                return self._refuse(link, invite.transfer, checked)
+            ticket = checked
+        if offer is None:
+            refused = self._pending_invites.seat(link, invite, now)
+            return [] if refused is None else self._refuse(link, invite.transfer, refused)
+        return self._match_invite(offer, link, invite, ticket, now)
+
+    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+        """End a transfer that the sink gave up. Raises ProtocolError for an impossible reason."""
+        if message.reason in (Reason.LANDED, Reason.LEASE_EXPIRED):
+            raise ProtocolError(f"{message.reason} is not a reason for a sink to stop")
+        outlet = self._outlets[link]
+        unwanted_by = outlet.card.agent if message.reason is Reason.CANCELLED else None
+        if self._pending_invites.give_up(link, message.transfer, unwanted_by, now):
+            return []
+        offer = outlet.claimed.get(message.transfer)
+        return (
+            []
+            if offer is None
+            else self._end(offer, message.reason, message.detail, now, tell=False)
+        )
+
+    def unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
+        """End an offer whose sink gave up before inviting.
+
+        Ignored if that sink may not fetch it.
+        """
+        agent, offer = self._outlets[link].card.agent, self._names.get(message.name)
+        if message.ticket is None:
+            may_fetch = offer is not None and by_name(offer.ware, agent)
+            if offer is None:
+                self._pending_invites.unwanted(message.name, agent, now)
+        else:
+            may_fetch = not isinstance(
+                self._authorizer.read(message.ticket, offer, message.name, agent, now), Reason
+            )
+        return (
+            self._end(offer, Reason.CANCELLED, "", now)
+            if offer and may_fetch and offer.link is None
+            else []
+        )
+
+    def landed(self, link: Link, message: Landed, now: float) -> list[Command]:
+        """End a transfer that the sink reports complete. Raises ProtocolError if it cannot be."""
+        offer = self._outlets[link].claimed.get(message.transfer)
+        if offer is None:
+            return []
+        if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
+            raise ProtocolError(f"{message.n_bytes} bytes cannot have landed")
+        return self._end(offer, Reason.LANDED, "", now, tell=False)
+
+    def credited(self, link: Link, message: Credit, now: float) -> list[Command]:
+        """Return credit to the sink and send more.
+
+        Raises ProtocolError for credit it did not have.
+        """
+        outlet = self._outlets[link]
+        if message.transfer not in outlet.claimed:
+            return []
+        try:
+            outlet.give(message.transfer, message.n_bytes, now)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        return self._pump(outlet, now)
+
+    def unadmitted(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+        """End a transfer whose grant the transport cannot use."""
+        offer = self._outlets[link].claimed.get(transfer)
+        return [] if offer is None else self._end(offer, Reason.PROTOCOL, detail, now)
+
+    def beaten(self, link: Link, now: float) -> None:
+        """Renew the leases that a live sink has claimed."""
+        for offer in self._outlets[link].claimed.values():
+            self._renew(offer, now + offer.ware.ttl_s, now)
+
+    def _check(self, spec: Ware) -> None:
+        check_words(spec.name)
+        check_seconds("an offer", spec.ttl_s)
+        size = self._card.layout.block_tokens
+        if spec.name in self._names:
+            raise ValueError(f"{spec.name} is already offered")
+        if not 0 < spec.tokens <= spec.blocks.size * size:
+            raise ValueError(f"{spec.tokens} tokens do not fit into {spec.blocks.size} blocks")
+        if spec.blocks.size > MOST_BLOCKS:
+            raise ValueError(f"an offer has at most {MOST_BLOCKS} blocks, not {spec.blocks.size}")
+        if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:
+            raise ValueError(f"blocks lie between 0 and {self._offer_counts.size}")
+
+    def _refuse_waiting(self, name: str, reason: Reason, detail: str) -> list[Command]:
+        waiting = self._pending_invites.leave(name)
+        return (
+            []
+            if waiting is None
+            else self._refuse(waiting.link, waiting.invite.transfer, reason, detail)
+        )
+
+    def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
+        self._tally.refused[reason] += 1
+        return [Send(link, stop(transfer, reason, detail))]
+
+    def _match_invite(
+        self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float
+    ) -> list[Command]:
+        """Match an invitation with its offer: check the permission, the claim and the size."""
+        outlet = self._outlets[link]
+        if ticket is None and not by_name(offer.ware, outlet.card.agent):
+            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
+        if offer.link is not None:
+            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
+        if invite.tokens > offer.ware.tokens:
+            return self._refuse(
+                link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer"
+            )
+        outlet.take(offer, invite.transfer)
+
+        def work() -> Callable[[float], list[Command]]:
+            plan_or_error = self._plan(offer, outlet.card, invite)
+            return lambda now: self._claim(offer, link, invite, ticket, plan_or_error, now)
+
+        layout = self._card.layout
+        group_layers = layers_per_group(layout, invite.tokens - invite.skip_tokens)
+        pairs = most_pairs(layout, outlet.card.layout, group_layers)
+        return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), pairs, work, now)
+
+    def _claim(
+        self,
+        offer: Offer,
+        link: Link,
+        invite: Invite,
+        ticket: Ticket | None,
+        plan_or_error: Plan | str,
+        now: float,
+    ) -> list[Command]:
+        """Complete a claim after its plan is computed.
+
+        A mismatch is refused before any byte moves, and the offer stays available. No-op if the
+        offer or the link has ended in the meantime.
+        """
+        outlet = self._outlets.get(link)
+        if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
+            return []
+        outlet.let_go(offer)
+        if isinstance(plan_or_error, str):
+            return self._refuse(link, invite.transfer, Reason.LAYOUT, plan_or_error)
+        try:
+            lease = advance(offer.lease, LeaseEvent.CLAIM, now)
+        except LeaseError:
+            return self._refuse(link, invite.transfer, Reason.LEASE_EXPIRED) + self.tick(now)
+        if ticket is not None and (refused := self._authorizer.spend(ticket, now)) is not None:
+            return self._refuse(link, invite.transfer, refused)
+        offer.lease = lease
+        outlet.take(offer, invite.transfer)
+        return self._begin(offer, outlet, invite, plan_or_error, now)
+
+    def _begin(
+        self, offer: Offer, outlet: Outlet, invite: Invite, transfer_plan: Plan, now: float
+    ) -> list[Command]:
+        """Accept the invitation and send the windows that are ready."""
+        link = offer.link
+        assert link is not None
+        self._tally.unclaimed_s += now - offer.began
+        window_bytes = max(
+            1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
+        )
+        outlet.claim(offer, transfer_plan, window_bytes)
+        offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
+        outlet.line_up(offer, now)
+        accept = Accept(
+            transfer=invite.transfer,
+            blocks=pack_blocks(offer.ware.blocks),
+            group_layers=transfer_plan.group_layers,
+            window_bytes=window_bytes,
+            layouts=fingerprint_of(transfer_plan.src, transfer_plan.dst),
+        )
+        commands: list[Command] = [Admit(link, invite.transfer, invite.grant), Send(link, accept)]
+        return commands + self._pump(outlet, now)
+
+    def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan | str:
+        """Compute the plan, or return why there is none.
+
+        If all layers are computed and runs join across layers, one group holds everything.
+        Otherwise groups are sent as they are computed, which also bounds the runs in memory. This
+        runs without the lock, so the first group's runs are computed as well.
+        """
+        layout = self._card.layout
+        at_once = offer.ready_layers >= layout.layers and layout.same_block(card.layout)
+        try:
+            transfer_plan = plan(
+                layout,
+                card.layout,
+                offer.ware.blocks,
+                unpack_blocks(invite.blocks),
+                invite.tokens,
+                skip_tokens=invite.skip_tokens,
+                group_layers=layout.layers if at_once else None,
+            )
+        except (LayoutMismatch, ValueError) as error:
+            return str(error)
+        transfer_plan.runs(0, 0)
+        return transfer_plan
+
+    def _pump(self, outlet: Outlet, now: float) -> list[Command]:
+        """Return the windows to send, and advance the leases that begin to move.
+
+        An expired lease does not advance, so that no transfer counts as in time later.
+        """
+        puts = outlet.pump(now)
+        for offer in {
+            put.head.transfer: outlet.claimed[put.head.transfer] for put in puts
+        }.values():
+            if offer.lease.state is LeaseState.CLAIMED and now < offer.lease.deadline:
+                offer.lease = advance(offer.lease, LeaseEvent.START, now)
+        return list(puts)
+
+    def _renew(self, offer: Offer, deadline: float, now: float) -> bool:
+        try:
+            offer.lease = advance(
+                offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline)
+            )
+        except LeaseError:
+            return False
+        return True
+
+    def _push_deadline(self, offer: Offer) -> None:
+        heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number))
+
+    def _end(
+        self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True
+    ) -> list[Command]:
+        """End an offer: the only way out.
+
+        The blocks change owner at once; readers find them stale.
+        """
+        offer.lease = _final_lease(offer.lease, reason, now)
+        if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
+            reason = Reason.LEASE_EXPIRED
+        del self._offers[offer.number], self._names[offer.ware.name]
+        self._pending_invites.ended(offer.ware.name, Reason.GONE, now)
+        commands: list[Command] = []
+        pumped: list[Command] = []
+        transport = ""
+        if offer.plan is None:
+            self._tally.unclaimed_s += now - offer.began
+        if offer.link is not None:
+            transport = offer.link.transport
+            if offer.link in self._outlets:
+                self._outlets[offer.link].release(offer, now, landed=reason is Reason.LANDED)
+                pumped = self._pump(self._outlets[offer.link], now)
+            if reason is not Reason.LANDED:
+                commands.append(Drop(offer.link, offer.transfer))
+            if tell:
+                commands.append(Send(offer.link, stop(offer.transfer, reason, detail)))
+        outcome = end(
+            reason,
+            n_bytes=offer.put_bytes,
+            seconds=now - offer.began,
+            transport=transport,
+            detail=detail,
+        )
+        self._tally.offer_ended(outcome)
+        return [
+            *commands,
+            Bump(self._release_blocks(offer)),
+            Resolve(offer.number, outcome),
+            *pumped,
+        ]
+
+    def _release_blocks(self, offer: Offer) -> NDArray[np.int64]:
+        """Return the blocks that no other offer protects.
+
+        Requests share blocks of a common prefix.
+        """
+        blocks = offer.ware.distinct
+        self._offer_counts[blocks] -= 1
+        freed: NDArray[np.int64] = blocks[self._offer_counts[blocks] == 0]
+        return freed
+
+
+def _final_lease(lease: Lease, reason: Reason, now: float) -> Lease:
+    """Return the lease in its final state, by the table of kvtransfer/protocol/lease.py."""
+    if reason is Reason.LANDED:
+        try:
+            if lease.state is LeaseState.CLAIMED:
+                lease = advance(lease, LeaseEvent.START, now)
+            return advance(advance(lease, LeaseEvent.LAND, now), LeaseEvent.RELEASE, now)
+        except LeaseError:
+            return advance(lease, LeaseEvent.EXPIRE, now)
+    return advance(
+        lease, LeaseEvent.EXPIRE if reason is Reason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
+    )

@@ -1,0 +1,75 @@
+"""AgentStats: counters of what an agent has done, read for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from kvtransfer.protocol.outcomes import End
+
+_MAX_PAIRS = 1024
+
+N = TypeVar("N", int, float)
+
+
+class Tally:
+    """Counters that the source, the sink and the links update under the agent's lock.
+
+    Sums by (peer, transport) are stored for the most recent pairs only, because peers choose their
+    own names.
+    """
+
+    def __init__(self) -> None:
+        self.offers: Counter[tuple[str, str]] = Counter()
+        self.landings: Counter[tuple[str, str]] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self._sent_bytes: dict[tuple[str, str], int] = {}
+        self._sent_s: dict[tuple[str, str], float] = {}
+        self._moved_bytes: dict[tuple[str, str], int] = {}
+        self._moved_s: dict[tuple[str, str], float] = {}
+        self.unclaimed_s = 0.0
+        self.discarded: Counter[str] = Counter()
+
+    def offer_ended(self, end: End) -> None:
+        self.offers[end.how, end.reason] += 1
+
+    def landing_ended(self, end: End) -> None:
+        self.landings[end.how, end.reason] += 1
+
+    def sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+        """Count bytes that this agent sent as the source, and the seconds with bytes in flight."""
+        _add(self._sent_bytes, pair, n_bytes)
+        _add(self._sent_s, pair, seconds)
+
+    def moved(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+        """Count bytes that this agent received as the sink, and the seconds since the accept."""
+        _add(self._moved_bytes, pair, n_bytes)
+        _add(self._moved_s, pair, seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counters by label; labels of two parts are tuples.
+
+        sent_*    as the source, by (peer, transport): bytes, and seconds with bytes in flight
+        moved_*   as the sink, by (peer, transport): bytes, and seconds from accept to end,
+                  including the wait for layers to be computed
+        """
+        return {
+            "offers": dict(self.offers),
+            "landings": dict(self.landings),
+            "refused": dict(self.refused),
+            "faults": dict(self.faults),
+            "sent_bytes": dict(self._sent_bytes),
+            "sent_s": {pair: round(seconds, 6) for pair, seconds in self._sent_s.items()},
+            "moved_bytes": dict(self._moved_bytes),
+            "moved_s": {pair: round(seconds, 6) for pair, seconds in self._moved_s.items()},
+            "unclaimed_s": self.unclaimed_s,
+            "discarded_windows": dict(self.discarded),
+        }
+
+
+def _add(sums: dict[tuple[str, str], N], pair: tuple[str, str], amount: N) -> None:
+    """Add to the sum of `pair`, and drop the least recently used sum if there are too many."""
+    sums[pair] = sums.pop(pair, 0) + amount
+    if len(sums) > _MAX_PAIRS:
+        del sums[next(iter(sums))]

@@ -1,0 +1,114 @@
+"""Acceptor: the thread that accepts connections of a stream transport, and its open links.
+
+Not here: how a socket becomes a link (tcp.py, shm.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from kvtransfer.contract import LinkOwner, TransportError
+from kvtransfer.transports.stream.link import StreamLink
+
+_MOST_LINKS = 1024  # each has a thread
+_NO_LISTENER = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
+_PAUSE_S = 0.05
+_log = logging.getLogger("penstock")
+
+L = TypeVar("L", bound=StreamLink)
+
+
+def arriving(
+    listener: socket.socket, closed: threading.Event
+) -> Iterator[tuple[socket.socket, Any]]:
+    """Yield accepted sockets with their addresses, until `closed` is set.
+
+    The listener must then be shut down. Any other error (no descriptor left, the peer is gone, the
+    network is down) is waited out.
+    """
+    while not closed.is_set():
+        try:
+            yield listener.accept()
+        except OSError as error:
+            if error.errno in _NO_LISTENER:
+                return
+            closed.wait(_PAUSE_S)
+
+
+class Listening(Generic[L]):
+    """Accepts and tracks links. `make` builds a link that is not open yet.
+
+    It may refuse by raising TransportError or OSError.
+    """
+
+    def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
+        self._make = make
+        self._owner: LinkOwner | None = None
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._links: set[L] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def start(self, owner: LinkOwner, listener: socket.socket, name: str) -> None:
+        self._owner, self._listener = owner, listener
+        self._thread = threading.Thread(
+            target=self._accept, args=(listener,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:
+        """Open a link over `sock`. On failure, raises TransportError and closes the socket."""
+        assert self._owner is not None, "call start() first"
+        try:
+            link = self._make(sock, self._owner, peer)
+        except (TransportError, OSError) as error:
+            sock.close()
+            raise TransportError(str(error)) from error
+        with self._lock:
+            self._links.add(link)
+        link.open(dialled=dialled)
+        if self._closed.is_set():
+            link.close()
+        return link
+
+    def forget(self, link: L) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    def close(self) -> None:
+        """Stop accepting, close all links, and wait for their threads."""
+        self._closed.set()
+        if self._listener is not None:
+            # Closing alone would leave the thread blocked in accept().
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for sock, address in arriving(listener, self._closed):
+            peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+            try:
+                self._add_accepted(sock, peer)
+            except TransportError as error:
+                _log.warning("kv: a connection from %s was refused: %s", peer or "this host", error)
+
+    def _add_accepted(self, sock: socket.socket, peer: str) -> None:
+        if len(self._links) >= _MOST_LINKS:
+            sock.close()
+            raise TransportError(f"there are {_MOST_LINKS} links already")
+        self.add(sock, peer, dialled=False)

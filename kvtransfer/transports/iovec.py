@@ -1,0 +1,274 @@
+"""Scatter/gather I/O: pieces of memory that a stream is written from or read into, without a copy.
+
+Iovecs are rows of a numpy array, so a window of a thousand pieces needs no Python object per piece.
+readv and writev of libc take them directly, and release the interpreter lock. Only this module
+handles addresses. Not here: which pieces, and what for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.contract import TransportError
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transports.copy_runs import within
+
+Bytes = NDArray[np.uint8]
+Offsets = NDArray[np.int64]
+Stretch = tuple[int, int]  # address and length
+
+NOTHING: Stretch = (0, 0)
+MOST_IOVECS = 64  # per call: the kernel copies all of them again after a short read
+# Bytes that a core's cache still holds when the digest is computed after a call.
+IN_CACHE = 512 << 10
+_WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)
+
+
+def _vector_call(name: str) -> Any:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+readv = _vector_call("readv")
+writev = _vector_call("writev")
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view.restype = ctypes.py_object
+_PYBUF_WRITE = 0x200
+
+
+def vectors_at(address: int, count: int) -> list[memoryview]:
+    """Return memoryviews for `count` rows at `address`. They do not keep the memory alive."""
+    words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
+    return [
+        _view(start, length, _PYBUF_WRITE)
+        for start, length in zip(words[::2], words[1::2], strict=True)
+    ]
+
+
+def transferred(count: int) -> int | None:
+    """Interpret the result of readv or writev; None: it would block. Raises OSError."""
+    if count >= 0:
+        return count
+    number = ctypes.get_errno()
+    if number in _WOULD_BLOCK:
+        return None
+    raise OSError(number, os.strerror(number))
+
+
+class Iovecs:
+    """Rows of (address, length), in memory that is reused for every window."""
+
+    __slots__ = ("_rows", "address", "words")
+
+    def __init__(self) -> None:
+        self._allocate(MOST_IOVECS)
+
+    def _allocate(self, count: int) -> None:
+        self._rows = np.empty((count + 2, 2), np.int64)
+        self.words = self._rows.data.cast("B").cast("q")
+        self.address = int(self._rows.__array_interface__["data"][0])
+
+    def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
+        """Fill rows 1 to n with these pieces. Rows 0 and n + 1 are for a prefix and a suffix."""
+        count = len(lengths)
+        if count + 2 > len(self._rows):
+            self._allocate(count)
+        np.add(offsets, address, out=self._rows[1 : count + 1, 0])
+        self._rows[1 : count + 1, 1] = lengths
+
+
+class Pieces:
+    """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
+
+    fed_count   number of pieces that a digest has consumed
+    was_short   the last call moved less than requested: the socket is empty or full
+
+    It takes over `iovecs`, which serve one body at a time. The code uses few steps, because a
+    window's bytes evict the interpreter's data from the cache.
+    """
+
+    __slots__ = (
+        "_call_bytes", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done",
+        "fed", "short", "size",
+    )  # fmt: skip
+
+    def __init__(
+        self, memory: Bytes, address: int, offsets: Offsets, lengths: Offsets, iovecs: Iovecs
+    ) -> None:
+        self._memory = memory
+        self._offsets, self._lengths = offsets, lengths
+        self._iovecs = iovecs
+        self.done = self.fed = 0
+        self.short = False
+        self._row = 1
+        self._call_bytes: int | None = None  # limit of a call whose bytes a digest consumes
+        if len(lengths) == 1:
+            self.size = size = lengths.item()
+            self._ends = [size]
+            words = iovecs.words
+            words[2], words[3] = address + offsets.item(), size
+        else:
+            self._ends = np.add.accumulate(lengths).tolist()
+            self.size = self._ends[-1] if self._ends else 0
+            iovecs.lay(address, offsets, lengths)
+
+    @classmethod
+    def of_window(
+        cls,
+        region: Region,
+        offsets: Offsets,
+        lengths: Offsets,
+        iovecs: Iovecs,
+        *,
+        fed: bool = False,
+    ) -> Pieces:
+        """Return a window's pieces of a region. Raises TransportError if one lies outside.
+
+        `fed`: a digest consumes them from the cache, so no call moves more than that holds.
+        """
+        if not within(region, offsets, lengths):
+            raise TransportError(
+                f"a window exceeds the {region.bytes.size} bytes of {region.name}, or is empty"
+            )
+        pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
+        if fed and pieces.size > IN_CACHE:
+            if int(np.maximum.reduce(lengths)) > IN_CACHE:
+                pieces = cls(
+                    region.bytes, region.address, *_split_long(offsets, lengths, IN_CACHE), iovecs
+                )
+            pieces._call_bytes = IN_CACHE
+        return pieces
+
+    @classmethod
+    def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> Pieces:
+        """Return one piece: all of `buffer`."""
+        return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
+
+    @classmethod
+    def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> Pieces:
+        """Return `size` bytes that all overlap in `scratch`, for bytes that do not matter."""
+        count = -(-size // scratch.size) if size else 0
+        lengths = np.full(count, scratch.size, np.int64)
+        if count:
+            lengths[-1] = size - (count - 1) * scratch.size
+        return cls(scratch, address_of(scratch), np.zeros(count, np.int64), lengths, iovecs)
+
+    @classmethod
+    def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> Pieces:
+        """Return all of `buffer`, in pieces of at most `most` bytes for a digest."""
+        offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
+        return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
+
+    @property
+    def left(self) -> int:
+        """The bytes that have not been moved yet."""
+        return self.size - self.done
+
+    @property
+    def count(self) -> int:
+        """The number of pieces."""
+        return len(self._ends)
+
+    def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
+        """Call readv or writev for some pieces.
+
+        `ahead` is added before the first piece, `behind` after the last. Returns the bytes moved;
+        None: it would block. Raises OSError.
+        """
+        words = self._iovecs.words
+        first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
+        if self._call_bytes is not None:
+            last = min(last, max(first, bisect_right(self._ends, self.done + self._call_bytes)) + 1)
+        requested = (self._ends[last - 2] if last > 1 else 0) - self.done + ahead[1]
+        if ahead[1]:
+            first -= 1
+            words[2 * first], words[2 * first + 1] = ahead
+        if behind[1] and last == len(self._ends) + 1:
+            words[2 * last], words[2 * last + 1] = behind
+            last, requested = last + 1, requested + behind[1]
+        count = transferred(function(fd, self._iovecs.address + 16 * first, last - first))
+        self.short = count is None or count < requested
+        return count
+
+    def advance(self, count: int) -> None:
+        """Count bytes as moved."""
+        self.done = done = self.done + count
+        row = bisect_right(self._ends, done)
+        if row < len(self._ends):
+            left = self._ends[row] - done
+            words, index = self._iovecs.words, 2 * row + 2
+            words[index] += words[index + 1] - left
+            words[index + 1] = left
+        self._row = row + 1
+
+    def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
+        """Give a digest the unconsumed pieces that end at byte `upto` or before, in order."""
+        last = bisect_right(self._ends, upto)
+        if last > self.fed:
+            for part in self.parts(self.fed, last):
+                update(part)
+            self.fed = last
+
+    @property
+    def unfed(self) -> int:
+        """Bytes that have been moved but not consumed by a digest."""
+        return self.done - (self._ends[self.fed - 1] if self.fed else 0)
+
+    def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
+        """Return pieces [first, last) in order."""
+        memory = self._memory.data
+        starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()
+        return [
+            memory[start : start + length] for start, length in zip(starts, lengths, strict=True)
+        ]
+
+    def gather(self, into: memoryview) -> None:
+        """Copy all pieces in order to the front of a buffer."""
+        if len(self._ends) == 1:
+            start = self._offsets.item()
+            into[: self.size] = self._memory.data[start : start + self.size]
+            return
+        offset = 0
+        for part in self.parts():
+            into[offset : offset + len(part)] = part
+            offset += len(part)
+
+    def put(self, data: memoryview) -> None:
+        """Copy data into the pieces from byte `done` on, without counting it as moved."""
+        row, done = self._row - 1, self.done
+        memory, taken = self._memory.data, 0
+        while taken < len(data):
+            left = self._ends[row] - done - taken
+            count = min(left, len(data) - taken)
+            start = int(self._offsets[row] + self._lengths[row]) - left
+            memory[start : start + count] = data[taken : taken + count]
+            taken += count
+            row += 1
+
+
+def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
+    """Split pieces longer than `most` into equal parts, except for the last."""
+    counts = -(-lengths // most)
+    begins, parts = (
+        np.repeat(np.cumsum(counts) - counts, counts),
+        np.repeat(-(-lengths // counts), counts),
+    )
+    cut = np.repeat(offsets, counts) + (np.arange(parts.size) - begins) * parts
+    return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
+
+
+def address_of(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,1 @@
+"""Links over RDMA queue pairs, with a TCP connection beside each."""

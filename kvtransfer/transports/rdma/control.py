@@ -1,0 +1,125 @@
+"""Control messages of an RDMA link over TCP, as length-limited msgpack. Sans-IO.
+
+Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so the
+messages that follow need another connection. Not here: sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+from kvtransfer.contract import STRANGER_BYTES, TransportError, Verdict, WindowHead
+from kvtransfer.transports.rdma.verbs import Card
+
+MOST_FRAME_BYTES = 8 << 20
+_LENGTH = struct.Struct("<I")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Both: the address of the sender's queue pair for this epoch.
+
+    An end that receives a newer epoch than its own creates a pair, too.
+    """
+
+    epoch: Count
+    card: Card
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """Both: the sender's queue pair of this epoch is connected, and may be written to."""
+
+    epoch: Count
+
+
+class Trailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """Source: window `number` has been written; the verdict and xxh3-64 of its bytes.
+
+    `at` is the window's offset in the sink's staging arena; None: written in place.
+    """
+
+    number: Count
+    head: WindowHead
+    verdict: Verdict
+    digest: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    at: Count | None = None
+
+
+class Control(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Both: a message of the link's owner."""
+
+    data: bytes
+
+
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Sink: the keys of this transfer are no longer valid."""
+
+    transfer: Count
+
+
+Saying = Setup | Ready | Trailer | Control | Withdrawn
+
+_DECODER: msgspec.msgpack.Decoder[Saying] = msgspec.msgpack.Decoder(Saying)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Saying) -> bytes:
+    """Encode a message with its length. Raises TransportError if it is too long."""
+    body = _ENCODER.encode(message)
+    if len(body) > MOST_FRAME_BYTES:
+        raise TransportError(f"{len(body)} bytes exceed the limit of a message")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Ear:
+    """Decodes messages from a stream of bytes. Unusable after a TransportError.
+
+    `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = STRANGER_BYTES
+        self._buffer = bytearray()
+
+    def trust(self) -> None:
+        """Raise the limit, because the peer has proven its identity."""
+        self.most_bytes = MOST_FRAME_BYTES
+
+    @property
+    def room(self) -> int:
+        """The most bytes that may be fed: never more than one message is buffered."""
+        return self.most_bytes + _LENGTH.size - len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Saying]:
+        """Yield the messages that `data` completes. Consume all of them before feeding more.
+
+        Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
+        the next message.
+        """
+        self._buffer += data
+        return self._complete_messages()
+
+    def _complete_messages(self) -> Iterator[Saying]:
+        offset = 0
+        while len(self._buffer) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, offset)
+            if length > self.most_bytes:
+                raise TransportError(f"the peer announces a message of {length} bytes")
+            end = offset + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            yield _decode(bytes(self._buffer[offset + _LENGTH.size : end]))
+            offset = end
+        del self._buffer[:offset]
+
+
+def _decode(body: bytes) -> Saying:
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise TransportError(f"invalid control message: {error}") from error

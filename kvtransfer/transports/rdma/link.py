@@ -1,0 +1,465 @@
+"""RdmaLink: one thread that writes windows into the peer's granted memory and reports over TCP.
+
+Windows are one-sided writes on a reliable queue pair; the last write carries the window's number.
+When the device reports them done, the source checks its generations again and sends the trailer. If
+the peer's device refuses a write (the sink has fenced), the queue pair ends on both sides. The next
+epoch's pair takes over, and windows of other transfers are written again. Not here: dialling and
+listening (kvtransfer/transports/rdma/transport.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from kvtransfer.contract import LinkOwner, Slice, TransportError, WindowHead
+from kvtransfer.layout.memory_regions import Blocks, Region
+from kvtransfer.transports.rdma.control import (
+    Control,
+    Ear,
+    Ready,
+    Saying,
+    Setup,
+    Trailer,
+    Withdrawn,
+    encode,
+)
+from kvtransfer.transports.rdma.memory_grants import MOST_KEYS
+from kvtransfer.transports.rdma.queue_pair import Pairs
+from kvtransfer.transports.rdma.receiver import Arrivals
+from kvtransfer.transports.rdma.sender import Departure, Departures
+from kvtransfer.transports.rdma.verbs import RECEIVED, Completion, Domain, ends_connection, refused
+
+_READ_BYTES = 64 << 10
+_MOST_COMPLETIONS = 64
+_WINDOW_BYTES = 1 << 20
+_PAUSE_S = 0.5
+_log = logging.getLogger("penstock")
+
+
+class RdmaOptions(msgspec.Struct, frozen=True):
+    """Options of RDMA links.
+
+    device, gid_index   None: the first active device, and its IPv4-routed address if there is one
+    checksums           the sink compares xxh3-64 of the landed bytes with the source's
+    spin_s              how long a busy thread polls its device before it sleeps
+    setup_s             the time for a queue pair to connect
+    most_keys           keys in one grant; blocks that need more are staged and copied
+    """
+
+    device: str | None = None
+    gid_index: int | None = None
+    checksums: bool = True
+    spin_s: float = 50e-6
+    setup_s: float = 5.0
+    most_keys: int = MOST_KEYS
+
+
+class RdmaLink:
+    """One end. `begin` starts its thread, which does everything except `grant`.
+
+    `refused_writes` counts writes that the peer's device refused, because the peer had fenced.
+    """
+
+    transport = "rdma"
+    one_sided = True
+
+    def __init__(
+        self,
+        side: socket.socket,
+        domain: Domain,
+        owner: LinkOwner,
+        options: RdmaOptions,
+        gone: Callable[[RdmaLink], None],
+    ) -> None:
+        """Take over the connected socket `side`.
+
+        `gone` is called last, after all use of the domain.
+
+        Raises TransportError, and OSError if the peer has already gone.
+        """
+        self.peer = "{}:{}".format(*side.getpeername()[:2])
+        self.received_bytes = 0
+        self.window_bytes = _WINDOW_BYTES
+        self.refused = 0
+        self._side, self._owner, self._options, self._on_gone = side, owner, options, gone
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._pairs = Pairs(domain)
+        except BaseException:
+            os.close(self._wake)
+            raise
+        self._arrivals = Arrivals(domain, options.most_keys)
+        gather = domain.device.gather
+        self._departures = Departures(
+            domain.key_of, self._departed, gather=gather, checksums=options.checksums
+        )
+        self._ordered_output: deque[bytes | Departure] = deque()
+        self._decoder, self._out = Ear(), bytearray()
+        self._busy_until = 0.0
+        self._deadline: float | None = None
+        self._proven = False
+        self._commands: deque[Callable[[], None]] = deque()
+        self._fences: deque[int] = deque()
+        self._gate = threading.Lock()
+        self._closing = self._gone = False
+        self._poll = select.poll()
+        for fd in (side.fileno(), self._wake, self._pairs.completions.fd):
+            self._poll.register(fd, select.POLLIN)
+        self._settled = threading.Event()
+        self._dialled = True
+        self._ending = threading.Event()
+        self._reason: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kv-rdma-{self.peer}", daemon=True)
+
+    # ---- called by the owner, from any thread
+
+    def send(self, message: bytes) -> None:
+        self._schedule(lambda: self._ordered_output.append(message))
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        self._schedule(lambda: self._ordered_output.append(self._departures.put(head, window)))
+
+    def drop(self, transfer: int) -> None:
+        self._schedule(lambda: self._departures.drop(transfer))
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        try:
+            return self._arrivals.grant(transfer, regions, blocks)
+        finally:
+            with self._gate:  # a fence may wait for this grant
+                if self._fences and not self._gone:
+                    os.eventfd_write(self._wake, 1)
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        if grant:
+            self._schedule(lambda: self._departures.accept(transfer, grant))
+
+    def secure(self, window_key: bytes) -> None:
+        """Raise the message limit for the proven peer.
+
+        Nothing is sealed: a device writes plain bytes, so its network must be trusted.
+        """
+        self._proven = True
+        self._decoder.trust()
+
+    def fence(self, transfer: int) -> None:
+        with self._gate:
+            gone = self._gone
+            if not gone:
+                self._fences.append(transfer)
+                os.eventfd_write(self._wake, 1)
+        if gone:
+            threading.Thread(
+                target=self._owner.fenced, args=(self, transfer), name="kv-rdma-fence", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        with self._gate:
+            self._closing = True
+            if not self._gone:
+                os.eventfd_write(self._wake, 1)
+
+    # ---- called by the transport
+
+    def begin(self, ending: threading.Event, *, dialled: bool) -> None:
+        """Start the thread. Raises RuntimeError if there is none to be had.
+
+        The owner of an accepted link first gets `on_linked`. The dialling end waits in
+        `wait_connected`. `ending` is set when the transport closes, and its device with it.
+        """
+        self._ending, self._dialled = ending, dialled
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Release the resources of a link that was never begun."""
+        self._pairs.close()
+        os.close(self._wake)
+
+    def settled(self) -> None:
+        """Wait until the link is connected. Raises TransportError if it fails."""
+        self._settled.wait()
+        if self._reason is not None:
+            raise TransportError(self._reason)
+
+    def join(self) -> None:
+        """Wait for the thread to end, unless this is that thread."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- on the link's thread
+
+    def _schedule(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if not (self._closing or self._gone):
+                self._commands.append(command)
+                os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        reason = "the transport failed"  # if the reason is not an error of the link
+        try:
+            self._side.setblocking(False)
+            if not self._dialled:
+                self._owner.linked(
+                    self
+                    # The owner may close the link at once, before the device does anything for an
+                    # unproven peer.
+                )
+            if not self._closing:
+                self._renew()
+            while not self._closing:
+                worked = self._turn()
+                self._check_deadline()
+                if not worked:
+                    self._wait()
+            self._send_queued()
+            reason = "closed"
+        except (TransportError, OSError) as error:
+            reason = str(error)
+        finally:
+            self._finish(reason)
+
+    def _turn(self) -> bool:
+        """Do what is possible without waiting. Returns whether there was anything."""
+        worked = self._run_commands()
+        worked = self._handle_completions() or worked
+        worked = self._read_control() or worked
+        if self._pairs.writable and self._pairs.pair is not None:
+            worked = self._departures.post(self._pairs.pair, self._pairs.epoch) or worked
+        return self._send_queued() or worked
+
+    def _wait(self) -> None:
+        """Poll for a short time, then sleep until woken."""
+        now = time.perf_counter()
+        if now < self._busy_until:
+            return
+        self._pairs.completions.arm()
+        if self._handle_completions():
+            return
+        self._poll.modify(self._side, select.POLLIN | (select.POLLOUT if self._out else 0))
+        limit_ms = (
+            None if self._deadline is None else max(1, 1 + int(1000 * (self._deadline - now)))
+        )
+        for fd, _ in self._poll.poll(limit_ms):
+            if fd == self._wake:
+                os.eventfd_read(fd)
+            elif fd == self._pairs.completions.fd:
+                self._pairs.completions.hush()
+        self._busy_until = time.perf_counter() + self._options.spin_s
+
+    def _check_deadline(self) -> None:
+        """Raise TransportError if the queue pair is late, however active the peer is."""
+        if self._deadline is not None and time.perf_counter() > self._deadline:
+            raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
+
+    def _run_commands(self) -> bool:
+        worked = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        return self._answer_fences() or worked
+
+    def _answer_fences(self) -> bool:
+        """Apply pending fences.
+
+        One that fails ends the link, and is reported after the queue pair's end.
+        """
+        answered = False
+        for _ in range(len(self._fences)):
+            transfer = self._fences[0]
+            if not self._arrivals.fence(transfer):  # being granted; that thread wakes this one
+                self._fences.rotate(-1)
+                continue
+            self._fences.popleft()
+            self._queue_control(Withdrawn(transfer))
+            self._owner.fenced(self, transfer)
+            answered = True
+        return answered
+
+    def _handle_completions(self) -> bool:
+        """Handle the device's completions."""
+        completions = self._pairs.completions.poll(_MOST_COMPLETIONS)
+        broken = False
+        for completion in completions:
+            if completion.number >= RECEIVED:
+                broken = self._arrived(completion) or broken
+            else:
+                broken = self._written(completion) or broken
+        if broken:
+            self._renew()
+        return bool(completions)
+
+    def _arrived(self, completion: Completion) -> bool:
+        """Handle the last write of a peer's window. Returns whether the queue pair is broken."""
+        pairs = self._pairs
+        if completion.number - RECEIVED != pairs.epoch or pairs.pair is None:
+            return False
+        if completion.status:
+            return True
+        pairs.pair.expect()
+        self._land(self._arrivals.written(completion.immediate))
+        return False
+
+    def _written(self, completion: Completion) -> bool:
+        """Handle the completion of our writes up to this one.
+
+        Returns whether the pair is broken.
+        """
+        epoch, number = divmod(completion.number, 1 << 32)
+        if refused(completion.status):
+            self.refused += 1
+            self._departures.refuse(number)
+        if epoch != self._pairs.epoch:
+            return False
+        if not completion.status:
+            self._departures.complete()
+            return False
+        if not ends_connection(completion.status):
+            raise TransportError(
+                f"the device gave up writing to {self.peer}: status {completion.status}"
+            )
+        return True
+
+    def _renew(self) -> None:
+        """Start the next queue pair, and write again what was in flight on the last one."""
+        self._queue_control(self._pairs.renew())
+        self._departures.again()
+        if self._deadline is None:
+            # The deadline stays: asking for another pair before one was usable gains no time.
+            self._deadline = time.perf_counter() + self._options.setup_s
+
+    def _departed(self, departure: Departure) -> None:
+        self._owner.sent(self, departure.head)
+
+    def _land(self, trailer: Trailer | None) -> None:
+        if trailer is None or not self._arrivals.expected(trailer.head.transfer):
+            return
+        window = self._owner.incoming(self, trailer.head)
+        if window is not None:
+            self._owner.landed(self, trailer.head, self._arrivals.verdict(trailer, window))
+
+    def _read_control(self) -> bool:
+        """Read and handle the peer's control messages."""
+        try:
+            data = self._side.recv(min(_READ_BYTES, self._decoder.room))
+        except BlockingIOError:
+            return False
+        if not data:
+            raise TransportError("the peer closed the link")
+        self.received_bytes += len(data)
+        for message in self._decoder.feed(data):
+            self._handle(message)
+        return True
+
+    def _handle(self, message: Saying) -> None:
+        if not self._proven and (
+            isinstance(message, Trailer) or (isinstance(message, Setup) and message.epoch)
+        ):
+            raise TransportError("the peer sent data before its proof of identity")
+        match message:
+            case Control():
+                self._owner.message(self, message.data)
+            case Trailer():
+                self._land(self._arrivals.told(message))
+            case Withdrawn():
+                self._departures.withdraw(message.transfer)
+            case Setup():
+                if message.epoch == self._pairs.epoch + 1:
+                    self._renew()
+                ready = self._pairs.join(message)
+                if ready is not None:
+                    self._queue_control(ready)
+            case Ready():
+                self._pairs.ready(message)
+                self._connected()
+
+    def _connected(self) -> None:
+        """Note that both ends are connected."""
+        if not self._pairs.writable:
+            return
+        self._deadline = None
+        self._settled.set()
+
+    def _queue_control(self, message: Saying) -> None:
+        self._out += encode(message)
+
+    def _send_queued(self) -> bool:
+        """Send messages and trailers in the order of the owner's calls.
+
+        A window that is not done holds up everything after it.
+        """
+        while self._ordered_output and self._settled.is_set():
+            first = self._ordered_output[0]
+            if isinstance(first, bytes):
+                self._queue_control(Control(first))
+            elif not first.forgotten:
+                if not first.done or first.verdict is None:
+                    break
+                self._queue_control(
+                    Trailer(first.number, first.head, first.verdict, first.digest, first.at)
+                )
+            self._ordered_output.popleft()
+        if not self._out:
+            return False
+        try:
+            del self._out[: self._side.send(self._out)]
+        except BlockingIOError:
+            return False
+        return True
+
+    # ---- the end
+
+    def _finish(self, reason: str) -> None:
+        """Stop all device access to our memory for this link, and only then report the loss."""
+        self._stop_writers()
+        for ending in (self._arrivals.close, self._pairs.close):
+            try:
+                ending()
+            except TransportError as error:
+                # It stays pinned, but no peer can write there.
+                _log.error("kv: after the link to %s: %s", self.peer, error)
+        with suppress(OSError):
+            self._side.shutdown(socket.SHUT_RDWR)
+        self._side.close()
+        known = self._settled.is_set() or not self._dialled
+        self._reason = reason
+        self._settled.set()
+        if known and not self._closing:
+            self._owner.lost(self, reason)
+        while not self._last_fences():
+            continue
+        self._on_gone(self)
+
+    def _stop_writers(self) -> None:
+        """End the queue pair, so that the peer cannot write, whatever is registered.
+
+        While the device fails to, no block of this link is returned, unless the transport closes
+        its device.
+        """
+        while True:
+            try:
+                return self._pairs.end()
+            except TransportError as error:
+                _log.error("kv: the link to %s keeps its blocks: %s", self.peer, error)
+            if self._ending.wait(_PAUSE_S):
+                return None
+
+    def _last_fences(self) -> bool:
+        """Report the pending fences. Returns True once there are none and none can follow."""
+        with self._gate:
+            due = list(self._fences)
+            self._fences.clear()
+            if not due:
+                self._gone = True
+                os.close(self._wake)
+        for transfer in due:
+            self._owner.fenced(self, transfer)
+        return not due

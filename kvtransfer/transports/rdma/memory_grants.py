@@ -1,0 +1,231 @@
+"""Grants: the memory that a peer may write, as keys for exactly the blocks of a transfer.
+
+In place: one key per range of adjacent blocks of each rank. If that needs too many keys, one
+staging arena instead, from which the sink copies what has arrived. A key must not span the gaps
+between blocks, because a device only refuses writes that no key covers. Not here: when a grant
+begins and ends (kvtransfer/transports/rdma/link.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.contract import TransportError
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_regions import Blocks, Region
+
+MOST_KEYS = 512
+
+_KEY = np.dtype(
+    [("rank", "<u2"), ("first", "<i8"), ("length", "<i8"), ("address", "<u8"), ("key", "<u4")]
+)
+_IN_PLACE, _STAGED = b"\0", b"\1"
+
+
+class Registered(Protocol):
+    """Memory that a peer may write until it is closed."""
+
+    remote_key: int
+
+    def close(self) -> None: ...
+
+
+class Registry(Protocol):
+    """Registers memory with a device."""
+
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Registered: ...
+
+
+class Stretch(NamedTuple):
+    """A contiguous byte range of a rank's region."""
+
+    rank: int
+    first: int
+    length: int
+
+
+class Write(NamedTuple):
+    """One work request: pieces (offset at the source, length) written to consecutive addresses."""
+
+    address: int
+    key: int
+    pieces: list[tuple[int, int]]
+
+
+def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
+    """Return the byte ranges of these blocks on every rank, adjacent ones joined.
+
+    Raises ValueError for a block outside the regions.
+    """
+    numbers = np.unique(np.asarray(blocks, np.int64))
+    if numbers.size and (numbers[0] < 0 or numbers[-1] >= min(region.blocks for region in regions)):
+        raise ValueError(f"blocks {numbers[0]} to {numbers[-1]} are not all of this region")
+    begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    counts = np.diff(np.append(begins, numbers.size))
+    return [
+        Stretch(rank, first * region.block_bytes, count * region.block_bytes)
+        for rank, region in enumerate(regions)
+        for first, count in zip(numbers[begins].tolist(), counts.tolist(), strict=True)
+    ]
+
+
+class Opening:
+    """The sink's side of a grant: the registered memory.
+
+    `grant` is the data for the peer; empty if the device could not register the memory. When
+    `close` returns, the peer cannot write any more.
+    """
+
+    def __init__(
+        self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int
+    ) -> None:
+        self._open: list[Registered] = []
+        self.arena: NDArray[np.uint8] | None = None
+        self.grant = self._register(registry, regions, stretches(regions, blocks), most_keys)
+
+    def _register(
+        self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int
+    ) -> bytes:
+        """Register the memory and return the grant; b"" if the device refuses."""
+        table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
+        try:
+            if len(wanted) > most_keys:
+                n_bytes = sum(stretch.length for stretch in wanted)
+                self.arena = np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
+                table[0] = self._add(registry, Stretch(0, 0, n_bytes), self.arena)
+            else:
+                for row, stretch in enumerate(wanted):
+                    table[row] = self._add(registry, stretch, regions[stretch.rank].bytes)
+        except (TransportError, OSError):
+            with suppress(TransportError):  # retried by the next `close`
+                self.close()
+            return b""
+        return (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
+
+    def _add(
+        self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]
+    ) -> tuple[int, ...]:
+        address: int = memory.__array_interface__["data"][0] + stretch.first
+        registered = registry.register(address, stretch.length, writable_by_peer=True)
+        self._open.append(registered)
+        return *stretch, address, registered.remote_key
+
+    def landed(self, runs: Runs, region: Region, offset: int | None, digest: int | None) -> bool:
+        """Move staged bytes to their place. Returns whether they are what the source read."""
+        if (offset is None) != (self.arena is None):
+            return False
+        if self.arena is not None and offset is not None:
+            staged = self.arena[offset : offset + runs.n_bytes]
+            if staged.size != runs.n_bytes:
+                return False
+            _scatter(staged, runs, region)
+        return digest is None or digest == digest_of(region, runs.dst, runs.length)
+
+    def close(self) -> None:
+        """Deregister everything.
+
+        Raises TransportError if the device fails to; the next call retries.
+        """
+        remaining: list[Registered] = []
+        error: TransportError | None = None
+        for registered in self._open:
+            try:
+                registered.close()
+            except TransportError as failure:
+                remaining.append(registered)
+                error = failure
+        self._open = remaining
+        if error is not None:
+            raise error
+        self.arena = None
+
+
+class Grant:
+    """The source's side of a grant. Raises TransportError for invalid data."""
+
+    def __init__(self, data: bytes) -> None:
+        kind, body = data[:1], data[1:]
+        if (
+            kind not in (_IN_PLACE, _STAGED)
+            or len(body) % _KEY.itemsize
+            or (kind == _STAGED) > (len(body) > 0)
+        ):
+            raise TransportError(f"{len(data)} bytes are not a grant")
+        self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
+        self.staged = kind == _STAGED
+        self._next = 0
+
+    def claim(self, n_bytes: int) -> int | None:
+        """Return the offset of the next window in the staging arena; None: windows go in place."""
+        if not self.staged:
+            return None
+        offset = self._next
+        self._next += n_bytes
+        return offset
+
+    def writes(
+        self, runs: Runs, dst_rank: int, staging_offset: int | None, gather: int
+    ) -> list[Write]:
+        """Return the work requests of a window.
+
+        Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
+        TransportError for bytes that the grant does not cover.
+        """
+        if staging_offset is None:
+            keys, offsets = self._keys[self._keys["rank"] == dst_rank], runs.dst
+        else:
+            keys, offsets = self._keys, staging_offset + np.cumsum(runs.length) - runs.length
+        indices = np.searchsorted(keys["first"], offsets, "right") - 1
+        if indices.size and indices.min() < 0:
+            raise TransportError("a window begins before the granted memory")
+        chosen = keys[indices]
+        key_offsets = offsets - chosen["first"]
+        if (key_offsets + runs.length > chosen["length"]).any():
+            raise TransportError("a window exceeds the granted memory")
+        targets = chosen["address"] + key_offsets.astype(np.uint64)
+        return list(_combine(targets, chosen["key"], runs, gather))
+
+
+def _combine(
+    targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int
+) -> Iterator[Write]:
+    pending: Write | None = None
+    end = 0
+    columns = (targets.tolist(), keys.tolist(), runs.src.tolist(), runs.length.tolist())
+    for target, key, src, length in zip(*columns, strict=True):
+        if (
+            pending is not None
+            and target == end
+            and key == pending.key
+            and len(pending.pieces) < gather
+        ):
+            pending.pieces.append((src, length))
+        else:
+            if pending is not None:
+                yield pending
+            pending = Write(target, key, [(src, length)])
+        end = target + length
+    if pending is not None:
+        yield pending
+
+
+def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """Return xxh3-64 of these pieces in order."""
+    state, memory = xxhash.xxh3_64(), region.bytes.data
+    for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+        state.update(memory[start : start + length])
+    return state.intdigest()
+
+
+def _scatter(staged: NDArray[np.uint8], runs: Runs, region: Region) -> None:
+    offset, memory = 0, region.bytes
+    for start, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
+        memory[start : start + length] = staged[offset : offset + length]
+        offset += length

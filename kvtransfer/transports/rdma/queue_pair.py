@@ -1,0 +1,71 @@
+"""The queue pairs of one RDMA link: one per epoch, and both ends change epoch together.
+
+A pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready. Not
+here: what is written over it, or the control connection.
+"""
+
+from __future__ import annotations
+
+from kvtransfer.contract import TransportError
+from kvtransfer.transports.rdma.control import Ready, Setup
+from kvtransfer.transports.rdma.sender import MOST_WINDOWS, MOST_WRITES
+from kvtransfer.transports.rdma.verbs import Completions, Domain, QueuePair
+
+EXPECTED = 2 * MOST_WINDOWS
+_MOST_EPOCHS = 1 << 24
+
+
+class Pairs:
+    """The current queue pair and its completion queue.
+
+    `pair` is None until `renew`; `is_writable`: the peer's end is connected, too.
+    """
+
+    def __init__(self, domain: Domain) -> None:
+        self._domain = domain
+        # Twice, because completions of an ended pair may still be queued when the next pair's
+        # arrive.
+        self.completions = Completions(domain.device, 2 * (MOST_WRITES + EXPECTED))
+        self.pair: QueuePair | None = None
+        self.epoch = -1
+        self.writable = False
+        self._joined = False
+
+    def renew(self) -> Setup:
+        """Create the next epoch's pair. The last one does nothing more when this returns."""
+        self.end()
+        if self.epoch >= _MOST_EPOCHS:
+            raise TransportError("the link has used all queue pair epochs")
+        self.epoch += 1
+        self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
+        for _ in range(EXPECTED):
+            self.pair.expect()
+        return Setup(self.epoch, self.pair.card)
+
+    def join(self, setup: Setup) -> Ready | None:
+        """Connect to the peer's pair of our epoch.
+
+        Returns None if that epoch is over or already connected.
+        """
+        if setup.epoch < self.epoch or self._joined or self.pair is None:
+            return None
+        if setup.epoch > self.epoch:
+            raise TransportError(f"the peer is at epoch {setup.epoch}, we are at {self.epoch}")
+        self.pair.connect(setup.card)
+        self._joined = True
+        return Ready(self.epoch)
+
+    def ready(self, message: Ready) -> None:
+        """Note that the peer's end is connected."""
+        self.writable = self._joined and (self.writable or message.epoch == self.epoch)
+
+    def end(self) -> None:
+        """Stop reading and writing at once."""
+        self.writable = self._joined = False
+        if self.pair is not None:
+            self.pair.close()
+            self.pair = None
+
+    def close(self) -> None:
+        self.end()
+        self.completions.close()

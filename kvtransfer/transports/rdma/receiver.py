@@ -1,0 +1,138 @@
+"""The sink's half of an RDMA link: grants to peers, and received windows. No thread, no socket.
+
+A window is complete when two things have arrived, in either order: its number, with its last write,
+and its trailer over the control connection. Not here: the queue pair's lifetime (kvtransfer/transports/rdma/link.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvtransfer.contract import Slice, TransportError, Verdict
+from kvtransfer.layout.memory_regions import Blocks, Region
+from kvtransfer.transports.rdma.control import Trailer
+from kvtransfer.transports.rdma.memory_grants import Opening, Registry
+
+_MAX_INCOMPLETE = 1024
+
+
+class Arrivals:
+    """All grants and incoming windows of one link.
+
+    Grants may be made on any thread; everything else is called by one. A grant is None while a
+    thread registers it, without holding a lock.
+    """
+
+    def __init__(self, registry: Registry, most_keys: int) -> None:
+        self._registry = registry
+        self._most_keys = most_keys
+        self._lock = threading.Condition()
+        self._openings: dict[int, Opening | None] = {}
+        self._fenced_early: set[int] = set()
+        self._closed = False
+        self._written: set[int] = set()
+        self._waiting: dict[int, Trailer] = {}
+        self._newest = -1
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        """Return the keys; b"" if the device refuses, or after the transfer's fence or `close`.
+
+        Without keys the source cannot write.
+        """
+        with self._lock:
+            if self._closed or transfer in self._openings or transfer in self._fenced_early:
+                self._fenced_early.discard(transfer)
+                return b""
+            self._openings[transfer] = None
+        opening: Opening | None = None
+        try:
+            opening = Opening(self._registry, regions, blocks, self._most_keys)
+        finally:
+            with self._lock:
+                if opening is None:
+                    del self._openings[transfer]
+                else:
+                    self._openings[transfer] = opening
+                self._lock.notify_all()
+        return opening.grant
+
+    def fence(self, transfer: int) -> bool:
+        """Stop all writes of a transfer. Returns False while it is being granted; call again later.
+
+        Raises TransportError if the device fails to deregister the memory. A peer can then write to
+        it for as long as it has a queue pair.
+        """
+        with self._lock:
+            opening = self._openings.get(transfer)
+            if opening is None:
+                under_way = transfer in self._openings
+                if not under_way:
+                    self._fenced_early.add(transfer)
+                return not under_way
+        opening.close()
+        with self._lock:
+            del self._openings[transfer]
+        return True
+
+    def close(self) -> None:
+        """Fence everything and grant nothing more.
+
+        Raises TransportError if memory stays registered.
+        """
+        with self._lock:
+            self._closed = True
+            self._lock.wait_for(lambda: None not in self._openings.values())
+            openings, self._openings = self._openings, {}
+        error: TransportError | None = None
+        for opening in openings.values():
+            try:
+                assert opening is not None
+                opening.close()
+            except TransportError as failure:
+                error = failure
+        if error is not None:
+            raise error
+
+    def written(self, number: int) -> Trailer | None:
+        """Handle the last write of a window. Returns its trailer if the window is complete."""
+        trailer = self._waiting.pop(number, None)
+        if trailer is None and number > self._newest:
+            self._written.add(number)
+        self._check_incomplete()
+        return trailer
+
+    def told(self, trailer: Trailer) -> Trailer | None:
+        """Handle a trailer. Returns it if the window is complete.
+
+        Numbers only grow, so older windows are over.
+        """
+        self._newest = max(self._newest, trailer.number)
+        complete = trailer.number in self._written or trailer.verdict is not Verdict.OK
+        self._written = {number for number in self._written if number > self._newest}
+        if complete:
+            return trailer
+        self._waiting[trailer.number] = trailer
+        self._check_incomplete()
+        return None
+
+    def _check_incomplete(self) -> None:
+        """Bound the incomplete windows: an honest source has only a few in flight."""
+        if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
+            raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
+
+    def expected(self, transfer: int) -> bool:
+        """Return whether the transfer has a grant."""
+        with self._lock:
+            return transfer in self._openings
+
+    def verdict(self, trailer: Trailer, window: Slice) -> Verdict:
+        """Return the verdict on a complete window. Staged bytes are in their place afterwards."""
+        if trailer.verdict is not Verdict.OK:
+            return trailer.verdict
+        with self._lock:
+            opening = self._openings.get(trailer.head.transfer)
+        if opening is None or window.runs.n_bytes != trailer.head.n_bytes:
+            return Verdict.CORRUPT
+        intact = opening.landed(window.runs, window.region, trailer.at, trailer.digest)
+        return Verdict.OK if intact else Verdict.CORRUPT

@@ -1,0 +1,182 @@
+"""Rdma: links over reliable queue pairs, with a TCP connection beside each for control messages.
+
+The sink hands out keys for the blocks that a transfer writes, and withdraws them before the blocks
+change owner. Its device then refuses a late write, whatever the peer does. Not here: the lifetime
+of a link (kvtransfer/transports/rdma/link.py), the verbs (kvtransfer/transports/rdma/verbs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvtransfer.contract import LinkOwner, TransportError
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transports.acceptor import arriving
+from kvtransfer.transports.rdma import verbs
+from kvtransfer.transports.rdma.link import RdmaLink, RdmaOptions
+from kvtransfer.transports.rdma.verbs import Device, Domain
+
+MOST_LINKS = 1024
+_DIAL_S = 3.0
+_log = logging.getLogger("penstock")
+
+
+class Rdma:
+    """Listens on `host`:`port` (0: any free port) for control connections.
+
+    A source reads its regions through one protection domain for all peers, which allows no writes.
+    A sink has a domain per link, so that one peer's keys are useless to another peer.
+    """
+
+    name = "rdma"
+    sealed: bool | None = False
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None
+    ) -> None:
+        self._host, self._port = host, port
+        self._options = options or RdmaOptions()
+        self._links: set[RdmaLink] = set()
+        self._gate = threading.Condition()
+        self._closed = threading.Event()
+        self._dials = 0
+        self._owner: LinkOwner | None = None
+        self._device: Device | None = None
+        self._domain: Domain | None = None
+        self._listener: socket.socket | None = None
+        self._thread = threading.Thread(target=self._listen, name="kv-rdma-listen", daemon=True)
+
+    @staticmethod
+    def unavailable(device: str | None = None) -> str | None:
+        """Return why there is no RDMA on this host; None: there is."""
+        return verbs.unavailable(device)
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        """Register the regions for reading, and listen. Raises TransportError without a device."""
+        self._owner = owner
+        self._device = Device(self._options.device, self._options.gid_index)
+        try:
+            self._domain = Domain(self._device)
+            for region in regions:
+                self._domain.key_of(region)
+            self._listener = socket.create_server((self._host, self._port), backlog=128)
+        except (TransportError, OSError) as error:
+            self.close()
+            raise TransportError(f"cannot listen at {self._host}:{self._port}: {error}") from error
+        self._thread.start()
+        return "{}:{}".format(*self._listener.getsockname()[:2])
+
+    def dial(self, address: str) -> RdmaLink:
+        """Open a link with a connected queue pair. Raises TransportError."""
+        with self._dialling():
+            host, _, port = address.rpartition(":")
+            try:
+                side = socket.create_connection((host, int(port)), timeout=_DIAL_S)
+            except (OSError, ValueError, OverflowError) as error:
+                raise TransportError(f"cannot reach {address}: {error}") from error
+            link = self._link(side, None)
+            link.settled()
+            return link
+
+    def close(self) -> None:
+        """Close every link and thread, and then the device. May be called twice.
+
+        Must not be called on a link's thread.
+        """
+        with self._gate:
+            was_closed = self._closed.is_set()
+            self._closed.set()
+        if was_closed or self._device is None:
+            return
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._thread.join()
+            self._listener.close()
+        with self._gate:  # no link is added after this
+            links = list(self._links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        with self._gate:
+            self._gate.wait_for(lambda: not self._dials)
+        with ExitStack() as ends:  # close all, whatever fails
+            ends.callback(self._device.close)
+            if self._domain is not None:
+                ends.callback(self._domain.close)
+
+    @contextmanager
+    def _dialling(self) -> Iterator[None]:
+        """Keep the device open while the body runs."""
+        with self._gate:
+            if self._closed.is_set() or self._device is None:
+                raise TransportError("the transport is not open")
+            self._dials += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._dials -= 1
+                self._gate.notify_all()
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        for side, (host, *_) in arriving(self._listener, self._closed):
+            try:
+                self._link(side, self._domain)
+            except TransportError as error:
+                # The device has no resources left, or the peer has already gone.
+                _log.warning("kv: a connection from %s was refused: %s", host, error)
+
+    def _link(self, side: socket.socket, domain: Domain | None) -> RdmaLink:
+        """Begin a link over `side`. Without a domain this end has dialled, and gets its own domain.
+
+        Raises TransportError, after releasing everything, if the link cannot begin.
+        """
+        owner, own = self._owner, None
+        assert owner is not None
+        assert self._device is not None
+        try:
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if domain is None:
+                own = domain = Domain(self._device)
+            link = RdmaLink(
+                side, domain, owner, self._options, lambda link_gone: self._forget(link_gone, own)
+            )
+        except (TransportError, OSError) as error:
+            _release(side, own)
+            raise TransportError(str(error)) from error
+        reason = "the transport is closing, or has too many links"
+        with self._gate:
+            if not self._closed.is_set() and len(self._links) < MOST_LINKS:
+                try:
+                    link.begin(self._closed, dialled=own is not None)
+                    self._links.add(link)
+                    return link
+                except RuntimeError as error:
+                    reason = f"no thread for it: {error}"
+        link.abandon()
+        _release(side, own)
+        raise TransportError(reason)
+
+    def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
+        try:
+            _release(None, domain)
+        except TransportError as error:
+            _log.error("kv: after the link to %s: %s", link.peer, error)
+        finally:
+            with self._gate:
+                # Last, because `close` waits for the links it finds here and then closes the
+                # device.
+                self._links.discard(link)
+
+
+def _release(side: socket.socket | None, domain: Domain | None) -> None:
+    if side is not None:
+        side.close()
+    if domain is not None:
+        domain.close()

@@ -1,0 +1,392 @@
+"""The RDMA verbs in use, through rdma-core's pyverbs: memory regions, queue pairs, writes.
+
+pyverbs is imported when a device is opened, so that hosts without it only lack RDMA. Its errors
+become TransportError. Not here: what is written where, or the control messages (kvtransfer/transports/rdma/link.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvtransfer.contract import TransportError
+from kvtransfer.layout.memory_regions import Region
+
+PORT = 1
+RECEIVED = 1 << 62  # marks the completions of receives; their numbers count from here
+_ACTIVE = 4
+_ETHERNET = 2
+_MOST_GATHER = 16
+_EVENTS = "anon_inode:[infinibandevent]"
+_ATTEMPTS = 16
+
+# Held while a descriptor is created, so that `_channel` can identify its own.
+_DESCRIPTORS = threading.Lock()
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The address of a queue pair: number, first packet number, GID, LID and path MTU (an enum)."""
+
+    qpn: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+
+
+class Completion(NamedTuple):
+    """The result of a work request. `immediate` is the number that came with a receive."""
+
+    number: int
+    status: int
+    immediate: int = 0
+
+
+class Piece(NamedTuple):
+    """Local memory to read from."""
+
+    address: int
+    length: int
+    key: int
+
+
+def unavailable(device: str | None = None) -> str | None:
+    """Return why verbs cannot be used here; None: they can."""
+    try:
+        Device(device).close()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+class Device:
+    """An RDMA device with an active port. Raises TransportError if there is none."""
+
+    def __init__(self, name: str | None = None, gid_index: int | None = None) -> None:
+        self._enums = _module("enums")
+        with _as_transport_error("no RDMA device can be opened"), _DESCRIPTORS:
+            self.context = _first_active() if name is None else _module("device").Context(name=name)
+        self.name = str(self.context.name)
+        with _close_on_error(self.context), _as_transport_error(f"{self.name} has no usable port"):
+            port = self.context.query_port(PORT)
+            self.gather = min(int(self.context.query_device().max_sge), _MOST_GATHER)
+            self.mtu, self.lid, self.link_layer = (
+                int(port.active_mtu),
+                int(port.lid),
+                int(port.link_layer),
+            )
+            self.gid_index = (
+                self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
+            )
+            self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
+
+    def _best_gid(self, size: int) -> int:
+        """Return the index of the address to use.
+
+        On Ethernet: the IPv4-routed address if there is one, else the first that is not link-local.
+        """
+        if self.link_layer != _ETHERNET:
+            return 0
+        entries = [
+            entry
+            for entry in self.context.query_gid_table(size)
+            if entry.gid_type == self._enums.IBV_GID_TYPE_ROCE_V2
+        ]
+        gids = {
+            int(entry.gid_index): str(self.context.query_gid(PORT, entry.gid_index).gid)
+            for entry in entries
+        }
+        for wanted in ("0000:0000:0000:0000:0000:ffff:", ""):
+            for index, gid in gids.items():
+                if gid.startswith(wanted) and not gid.startswith("fe80:"):
+                    return index
+        if not gids:
+            raise TransportError(f"{self.name} has no RoCE v2 address")
+        return next(iter(gids))
+
+    def close(self) -> None:
+        with _as_transport_error(f"{self.name} cannot be closed"), _DESCRIPTORS:
+            self.context.close()
+
+
+class Memory:
+    """Registered memory. After `close` returns, no device accesses it under these keys."""
+
+    def __init__(self, region: Any) -> None:
+        self._region = region
+        self.key: int = region.lkey
+        self.remote_key: int = region.rkey
+
+    def close(self) -> None:
+        with _as_transport_error("memory cannot be deregistered"):
+            self._region.close()
+
+
+class Domain:
+    """A protection domain: its queue pairs reach only memory that is registered in it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._enums = _module("enums")
+        self._regions: dict[int, Memory] = {}
+        self._lock = threading.Lock()
+        with _as_transport_error("no protection domain"):
+            self.handle = _module("pd").PD(device.context)
+        # Receives carry a number and no bytes, but pyverbs needs a buffer for them.
+        self._scratch = np.zeros(64, np.uint8)
+        address: int = self._scratch.__array_interface__["data"][0]
+        with _close_on_error(self.handle):
+            self._regions[address] = self.register(
+                address, self._scratch.size, writable_by_peer=False
+            )
+        self.nowhere = Piece(address, 0, self._regions[address].key)
+
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Memory:
+        """Pin memory for reading by our device, or also for writing by the peer."""
+        access = self._enums.IBV_ACCESS_LOCAL_WRITE
+        if writable_by_peer:
+            access |= self._enums.IBV_ACCESS_REMOTE_WRITE
+        with _as_transport_error(f"{length} bytes cannot be registered"):
+            return Memory(_module("mr").MR(self.handle, length, access, address=address))
+
+    def key_of(self, region: Region) -> int:
+        """Return the key to read a whole region, registering it on first use."""
+        with self._lock:
+            if region.address not in self._regions:
+                memory = self.register(region.address, region.bytes.size, writable_by_peer=False)
+                self._regions[region.address] = memory
+            return self._regions[region.address].key
+
+    def close(self) -> None:
+        with self._lock, _as_transport_error("the protection domain is still in use"):
+            for memory in self._regions.values():
+                memory.close()
+            self._regions.clear()
+            self.handle.close()
+
+
+class Completions:
+    """The completion queue of all queue pairs of one link, with a descriptor to wait on."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        cq = _module("cq")
+        self._channel, self.fd = _channel(cq, device.context)
+        with _close_on_error(self._channel), _as_transport_error("no completion queue"):
+            self._queue = cq.CQ(device.context, size, None, self._channel, 0)
+
+    def poll(self, most: int = 64) -> list[Completion]:
+        with _as_transport_error("completions cannot be read"):
+            _, entries = self._queue.poll(most)
+        return [
+            Completion(int(entry.wr_id), int(entry.status), int(entry.imm_data))
+            for entry in entries
+        ]
+
+    def arm(self) -> None:
+        """Make `fd` readable at the next completion.
+
+        Poll once more afterwards for an earlier one.
+        """
+        with _as_transport_error("completions cannot be awaited"):
+            self._queue.req_notify(0)
+
+    def hush(self) -> None:
+        """Consume the event that made `fd` readable."""
+        try:
+            self._channel.get_cq_event(self._queue)
+        except _errors() as error:
+            if getattr(error, "error_code", None) != errno.EAGAIN:
+                raise TransportError(f"completions cannot be awaited: {error}") from error
+        else:
+            self._queue.ack_events(1)
+
+    def close(self) -> None:
+        with _as_transport_error("the completion queue is still in use"), _DESCRIPTORS:
+            self._queue.close()
+            self._channel.close()
+
+
+class QueuePair:
+    """One end of a reliable connection.
+
+    writes     the most work requests in flight
+    arrivals   the most receives posted
+    number     of the pair; its receives complete as RECEIVED + number
+    """
+
+    def __init__(
+        self, domain: Domain, completions: Completions, number: int, writes: int, arrivals: int
+    ) -> None:
+        self._domain, self._device = domain, domain.device
+        self._enums, self._wr = _module("enums"), _module("wr")
+        qp = _module("qp")
+        room = qp.QPCap(writes, arrivals, self._device.gather, 1, 0)
+        queue = completions._queue
+        with _as_transport_error("no queue pair"):
+            self._qp = qp.QP(
+                domain.handle,
+                qp.QPInitAttr(
+                    qp_type=self._enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=room, sq_sig_all=0
+                ),
+            )
+        with _close_on_error(self._qp), _as_transport_error("no queue pair"):
+            self._attr = qp.QPAttr(port_num=PORT)
+            self._attr.qp_access_flags = (
+                self._enums.IBV_ACCESS_LOCAL_WRITE | self._enums.IBV_ACCESS_REMOTE_WRITE
+            )
+            self._qp.to_init(self._attr)
+        nowhere = self._wr.SGE(domain.nowhere.address, 0, domain.nowhere.key)
+        self._arrival = self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere])
+        self.card = Card(
+            self._qp.qp_num,
+            secrets.randbits(24),
+            self._device.gid,
+            self._device.lid,
+            self._device.mtu,
+        )
+
+    def connect(self, peer: Card) -> None:
+        """Connect to the peer's queue pair. Raises TransportError for an unreachable address."""
+        addr, attr = _module("addr"), self._attr
+        with _as_transport_error("the peer's address is unreachable"):
+            route = addr.GlobalRoute(
+                dgid=addr.GID(peer.gid), sgid_index=self._device.gid_index, hop_limit=64
+            )
+            attr.ah_attr = addr.AHAttr(port_num=PORT, is_global=1, gr=route, dlid=peer.lid)
+            attr.path_mtu, attr.dest_qp_num = min(peer.mtu, self.card.mtu), peer.qpn
+            attr.rq_psn, attr.sq_psn = peer.psn, self.card.psn
+            attr.max_dest_rd_atomic = attr.max_rd_atomic = 1
+            # A lost packet is resent after 67 ms, seven times. A peer that is not ready is retried
+            # without end, because the control connection shows whether it is alive.
+            attr.min_rnr_timer, attr.timeout, attr.retry_cnt, attr.rnr_retry = 12, 14, 7, 7
+            self._qp.to_rtr(attr)
+            self._qp.to_rts(attr)
+
+    def expect(self) -> None:
+        """Post one more receive."""
+        with _as_transport_error("no arrival can be expected"):
+            self._qp.post_recv(self._arrival)
+
+    def write(
+        self,
+        number: int,
+        pieces: Sequence[Piece],
+        target: tuple[int, int],
+        *,
+        tell: bool,
+        immediate: int | None = None,
+    ) -> None:
+        """Write pieces to consecutive addresses at (remote address, remote key).
+
+        `signalled`: report the completion of a successful write.
+        """
+        enums = self._enums
+        gathered = [
+            self._wr.SGE(piece.address, piece.length, piece.key)
+            for piece in pieces or (self._domain.nowhere,)
+        ]
+        with _as_transport_error("a write cannot be posted"):
+            request = self._wr.SendWR(
+                wr_id=number,
+                num_sge=len(gathered),
+                sg=gathered,
+                opcode=enums.IBV_WR_RDMA_WRITE
+                if immediate is None
+                else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
+                send_flags=enums.IBV_SEND_SIGNALED if tell else 0,
+                imm_data=immediate or 0,
+            )
+            request.set_wr_rdma(target[1], target[0])
+            self._qp.post_send(request)
+
+    def close(self) -> None:
+        """Stop at once: afterwards the device accesses no memory for this connection."""
+        with _as_transport_error("the queue pair cannot be ended"):
+            self._qp.close()
+
+
+def refused(status: int) -> bool:
+    """Return whether a write was refused because the peer has not registered that memory."""
+    return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
+
+
+def ends_connection(status: int) -> bool:
+    """Return whether a failure only ends this connection, so that a new one can continue."""
+    enums = _module("enums")
+    return status in (
+        enums.IBV_WC_WR_FLUSH_ERR,
+        enums.IBV_WC_REM_ACCESS_ERR,
+        enums.IBV_WC_LOC_ACCESS_ERR,
+    )
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyverbs.{name}")
+    except ImportError as error:
+        raise TransportError(f"pyverbs cannot be imported: {error}") from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    return (_module("pyverbs_error").PyverbsError,)
+
+
+@contextmanager
+def _as_transport_error(what: str) -> Iterator[None]:
+    """Convert a pyverbs error into TransportError, with `what` failed."""
+    try:
+        yield
+    except _errors() as error:
+        raise TransportError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _close_on_error(thing: Any) -> Iterator[None]:
+    """Close `thing` if the body fails. The garbage collector might close it after the device."""
+    try:
+        yield
+    except BaseException:
+        thing.close()
+        raise
+
+
+def _first_active() -> Any:
+    """Open the first device, by name, that has an active port."""
+    device = _module("device")
+    names = sorted(entry.name.decode() for entry in device.get_device_list())
+    for name in names:
+        context = device.Context(name=name)
+        with _close_on_error(context):
+            if int(context.query_port(PORT).state) == _ACTIVE:
+                return context
+        context.close()
+    raise TransportError(
+        f"no RDMA device with an active port (devices: {', '.join(names) or 'none'})"
+    )
+
+
+def _channel(cq: Any, context: Any) -> tuple[Any, int]:
+    """Open a completion channel and find its descriptor, which pyverbs does not expose.
+
+    It is the lowest free number, as probed before.
+    """
+    with _DESCRIPTORS, _as_transport_error("no completion channel"):
+        for _ in range(_ATTEMPTS):
+            fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            os.close(fd)
+            channel = cq.CompChannel(context)
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == _EVENTS:
+                    os.set_blocking(fd, False)
+                    return channel, fd
+            channel.close()  # another thread has opened or closed a descriptor meanwhile
+    raise TransportError("no completion channel: its descriptor cannot be identified")

@@ -1,0 +1,1 @@
+"""Links over stream sockets: what one thread sends and receives."""

@@ -1,0 +1,343 @@
+"""Inbound: the receiving side of a stream. Frames, and windows directly into the sink's memory.
+
+Lengths are checked before anything is read, and bytes go only where this side's own plan says. Not
+here: when to read, the socket's lifetime (kvtransfer/transports/stream/link.py), the meaning of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.protocol.frame import (
+    PREAMBLE_BYTES,
+    TRAILER_BYTES,
+    WINDOW_HEADER_BYTES,
+    FrameError,
+    FrameLimits,
+    Kind,
+    Opening,
+    Proof,
+    opening,
+    read_trailer,
+    unpack_head,
+    verify,
+)
+from kvtransfer.transports.copy_runs import fine, scatter, within
+from kvtransfer.transports.iovec import (
+    IN_CACHE,
+    NOTHING,
+    Iovecs,
+    Pieces,
+    Stretch,
+    address_of,
+    readv,
+)
+from kvtransfer.transports.stream.seal import Seal
+
+_STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
+_READS = 8  # reads of one payload before other work gets a turn
+_SCRATCH_BYTES = 64 << 10
+# What to read beyond the end of a window: exactly up to where the next window's bytes begin.
+_BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
+_LARGE_BYTES = 256 << 10
+_WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
+
+
+class Hearer(Protocol):
+    """Receives decoded frames and windows, and counts the bytes."""
+
+    received_bytes: int
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        """Handle a frame without a payload."""
+        ...
+
+    def incoming(self, head: WindowHead) -> Slice | None: ...
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None: ...
+
+
+class _Arrival:
+    """A payload being received. `window` None: discarded; `head` None: a large message."""
+
+    __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
+
+    def __init__(
+        self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None
+    ) -> None:
+        self.pieces = pieces
+        self.head = head
+        self.window = window
+        self.message: tuple[Opening, bytearray] | None = None
+        self.digest: xxhash.xxh3_64 | None = None
+        self.opening = b""
+        self.sealed: bytearray | None = None
+        self.bounce: NDArray[np.uint8] | None = None
+
+
+class Inbound:
+    """Reads `fd`, and reports frames and landed windows. `receive` works as socket.recv_into."""
+
+    _readv: Any = staticmethod(readv)
+
+    def __init__(
+        self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits
+    ) -> None:
+        self.limits = limits
+        self.seal: Seal | None = None
+        self._fd = fd
+        self._receive = receive
+        self._hearer = hearer
+        self._arrival: _Arrival | None = None
+        stage = np.empty(_STAGE_BYTES, np.uint8)
+        self._stage, self._address = stage.data, address_of(stage)
+        self._begin = self._end = 0
+        self._iovecs = Iovecs()
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        self._bounce = np.empty(0, np.uint8)
+
+    @property
+    def large(self) -> bool:
+        """Whether a large payload is being received, so that sleeping for more of it pays off."""
+        arrival = self._arrival
+        return arrival is not None and arrival.pieces.size > _LARGE_BYTES
+
+    @property
+    def wanted(self) -> int:
+        """The bytes that are worth a wake-up: fewer of a large payload only mean more calls."""
+        arrival = self._arrival
+        return (
+            max(1, min(_WORTH_BYTES, arrival.pieces.left))
+            if arrival is not None and self.large
+            else 1
+        )
+
+    def divert(self, transfer: int) -> None:
+        """Write nothing more into this transfer's blocks."""
+        arrival = self._arrival
+        if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
+            return
+        if arrival.sealed is None:
+            arrival.pieces = Pieces.over(self._scratch, arrival.pieces.left, self._iovecs)
+        arrival.window = arrival.digest = None
+
+    def pump(self) -> bool:
+        """Read once and handle what has arrived. Returns False if there was nothing to read.
+
+        Raises EOFError, FrameError or OSError when the link is over.
+        """
+        arrival = self._arrival
+        if arrival is None or not arrival.pieces.left:
+            if not self._read_frames():
+                return False
+            self._handle_all()
+            arrival = self._arrival
+            if arrival is None or not arrival.pieces.left:
+                return True
+            # A window's bytes arrive with its header or right after it.
+            self._read_body(arrival)
+        elif not self._read_body(arrival):
+            return False
+        if not arrival.pieces.left:
+            self._handle_all()
+        return True
+
+    def _handle_all(self) -> None:
+        while self._handle_next():
+            pass
+        self._compact()
+
+    def _read_body(self, arrival: _Arrival) -> bool:
+        """Read a payload to its end, or a few times. Returns False if the socket is empty."""
+        pieces = arrival.pieces
+        behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
+        for _ in range(_READS):
+            count = pieces.call(self._readv, self._fd, NOTHING, behind)
+            if count is None:
+                return False
+            self._count_received(count)
+            payload_count = min(count, pieces.left)
+            self._end = count - payload_count
+            self._on_payload(arrival, payload_count)
+            if not pieces.left:
+                break
+            if pieces.short:
+                return False
+        return True
+
+    def _read_frames(self) -> bool:
+        try:
+            count = self._receive(self._stage[self._end :])
+        except BlockingIOError:
+            return False
+        self._count_received(count)
+        self._end += count
+        return True
+
+    def _count_received(self, count: int) -> None:
+        if not count:
+            raise EOFError("the peer closed the link")
+        self._hearer.received_bytes += count
+
+    def _on_payload(self, arrival: _Arrival, count: int) -> None:
+        pieces = arrival.pieces
+        pieces.advance(count)
+        if arrival.digest is not None and (
+            not pieces.left or pieces.short or pieces.unfed >= IN_CACHE
+        ):
+            # The bytes are still in the cache. If the socket is empty, there is time anyway.
+            pieces.feed(arrival.digest.update, pieces.done)
+
+    def _handle_next(self) -> bool:
+        """Handle the next complete item. Returns False if more bytes are needed."""
+        arrival, have = self._arrival, self._end - self._begin
+        if arrival is None:
+            return have >= PREAMBLE_BYTES and self._open(have)
+        if arrival.pieces.left:
+            return False
+        if arrival.message is not None:
+            return self._close_message(*arrival.message)
+        if have < TRAILER_BYTES:
+            return False
+        self._close_window(arrival)
+        return True
+
+    def _open(self, have: int) -> bool:
+        """Begin a frame."""
+        data = self._stage[self._begin : self._end]
+        announced = opening(data, self.limits)
+        size = PREAMBLE_BYTES + announced.header_bytes
+        if size > _STAGE_BYTES:
+            self._open_message(announced, data)
+            return True
+        if have < size:
+            return False
+        verify(data[:size], announced)
+        self._begin += size
+        if announced.kind is Kind.WINDOW:
+            self._open_window(announced, data[:size])
+        else:
+            self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:size]))
+        return True
+
+    def _handle_frame(self, announced: Opening, header: bytes) -> None:
+        if announced.payload_bytes:
+            raise FrameError(f"a frame of kind {announced.kind.name} must have no payload")
+        self._hearer.framed(announced.kind, header)
+
+    def _open_message(self, announced: Opening, data: memoryview) -> None:
+        """Give a frame that is too large for the stage a buffer of its own.
+
+        Its size has been checked.
+        """
+        message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
+        message[: len(data)] = data
+        self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
+        self._arrival.message = (announced, message)
+        self._arrival.pieces.advance(len(data))
+        self._begin = self._end
+
+    def _close_message(self, announced: Opening, data: bytearray) -> bool:
+        verify(memoryview(data), announced)
+        self._arrival = None
+        self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:]))
+        return True
+
+    def _open_window(self, announced: Opening, frame_bytes: memoryview) -> None:
+        """Begin a window.
+
+        The owner's plan says where it goes, and its size must match the plan before any byte is
+        written.
+        """
+        head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
+        if (announced.proof is Proof.GCM) != (self.seal is not None):
+            raise FrameError("windows must be sealed at both ends of a link, or at neither")
+        if announced.payload_bytes not in (0, head.n_bytes):
+            raise FrameError(
+                f"a window of {head.n_bytes} bytes has {announced.payload_bytes} bytes of payload"
+            )
+        window = self._hearer.incoming(head)
+        bounce: NDArray[np.uint8] | None = None
+        if window is None or not announced.payload_bytes:
+            pieces = Pieces.over(self._scratch, announced.payload_bytes, self._iovecs)
+        elif self.seal is None and fine(window.runs, head.n_bytes):
+            bounce = self._bounce_buffer(window, head.n_bytes)
+            pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
+        else:
+            fed = announced.proof is Proof.XXH3
+            pieces = Pieces.of_window(
+                window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed
+            )
+            if pieces.size != head.n_bytes:
+                raise FrameError(
+                    f"a window of {head.n_bytes} bytes, but the plan has {pieces.size}"
+                )
+        arrival = _Arrival(pieces, head, window)
+        arrival.bounce = bounce
+        if self.seal is not None:
+            arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
+            arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
+        elif announced.proof is Proof.XXH3 and window is not None:
+            arrival.digest = xxhash.xxh3_64()
+        self._arrival = arrival
+        self._copy_staged(arrival)
+
+    def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
+        """Return the buffer for many short pieces, which are copied to their places later."""
+        runs = window.runs
+        if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
+            raise FrameError(
+                f"a window of {n_bytes} bytes does not match the plan, or exceeds its region"
+            )
+        if self._bounce.size < n_bytes:
+            self._bounce = np.empty(n_bytes, np.uint8)
+        return self._bounce[:n_bytes]
+
+    def _copy_staged(self, arrival: _Arrival) -> None:
+        """Copy bytes that came together with the header."""
+        count = min(self._end - self._begin, arrival.pieces.left)
+        if count:
+            arrival.pieces.put(self._stage[self._begin : self._begin + count])
+            self._begin += count
+            self._on_payload(arrival, count)
+
+    def _close_window(self, arrival: _Arrival) -> None:
+        verdict, proof = read_trailer(self._stage[self._begin :])
+        self._begin += TRAILER_BYTES
+        self._arrival = None
+        if self.seal is not None and arrival.sealed is not None:
+            self._unseal(self.seal, arrival, arrival.sealed, proof)
+        window, head = arrival.window, arrival.head
+        if window is None or head is None:
+            return
+        if not arrival.pieces.size:
+            verdict = Verdict.STALE
+        elif verdict is Verdict.OK and not _matches_proof(arrival, proof):
+            verdict = Verdict.CORRUPT
+        elif verdict is Verdict.OK and arrival.bounce is not None:
+            scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
+        self._hearer.landed(head, verdict)
+
+    def _unseal(self, seal: Seal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
+        """Decrypt a window, and write it only after verification. Raises WindowSealError."""
+        plain = seal.open(sealed, tag, arrival.opening)
+        if arrival.window is not None and plain:
+            runs = arrival.window.runs
+            Pieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
+
+    def _compact(self) -> None:
+        """Move the unread bytes to the front of the stage."""
+        left = self._end - self._begin
+        if left and self._begin:
+            self._stage[:left] = self._stage[self._begin : self._end]
+        self._begin, self._end = 0, left
+
+
+def _matches_proof(arrival: _Arrival, proof: bytes) -> bool:
+    return arrival.digest is None or int.from_bytes(proof, "little") == arrival.digest.intdigest()

@@ -1,0 +1,418 @@
+"""StreamLink: a link over a stream socket with its own thread, the base of tcp and shm.
+
+The thread spins for a moment after the last byte, then sleeps until the socket or another thread
+wakes it. A thread that waits anyway may move the bytes itself (`drive`). Not here: listening and
+dialling (tcp.py, shm.py), the format of the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvtransfer.contract import (
+    MOST_LANES,
+    STRANGER_BYTES,
+    LinkOwner,
+    Slice,
+    TransportError,
+    Verdict,
+    WindowHead,
+)
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.protocol.frame import MOST_PAYLOAD, FrameError, FrameLimits, Kind, frame
+from kvtransfer.transports.stream.inbound import Inbound
+from kvtransfer.transports.stream.outbound import Outbound
+from kvtransfer.transports.stream.seal import Seal, SealBroken
+
+_MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
+_UNPROVEN_LIMITS = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
+_NEVER = float("inf")
+_LONG_SPIN_FACTOR = 4  # factor on the spin time after a sleep that a longer spin would have avoided
+_DRIVER_POLL_MS = 5  # how often a driver checks its own condition
+# After this time, less than the wanted bytes are read, because any byte shows that the peer is
+# alive.
+_TRICKLE_MS = 50
+_log = logging.getLogger("penstock")
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """Options of a link.
+
+    checked        windows carry xxh3-64, of the source's memory and again of the sink's
+    sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must agree
+    spin_s         how long to poll before sleeping, four times as long if that was too short;
+                   0 on machines without a spare core
+    window_bytes   the preferred maximum size of a window
+    lanes          connections to a dialled peer (tcp); one core can copy what one carries
+    """
+
+    checked: bool = True
+    sealed: bool = False
+    spin_s: float = 50e-6
+    window_bytes: int = 8 << 20
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
+            raise ValueError(f"window_bytes must be 1 to {MOST_PAYLOAD}, spin_s below 1 s: {self}")
+        if not 1 <= self.lanes <= MOST_LANES:
+            raise ValueError(f"a link has 1 to {MOST_LANES} lanes, not {self}")
+
+
+class StreamLink:
+    """One end.
+
+    Only the holder of `_lead`, the thread or a driver, uses the socket and the memory.
+    """
+
+    transport = "stream"
+    one_sided = False
+    _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
+    ) -> None:
+        self.peer = peer
+        self.received_bytes = 0
+        self.window_bytes = manner.window_bytes
+        self._sock, self._owner, self._manner, self._ended_hook = sock, owner, manner, ended
+        sock.setblocking(False)
+        self._out: Outbound = Outbound(sock.fileno(), self._sent, checked=manner.checked)
+        self._in = Inbound(sock.fileno(), self._receive, self, _UNPROVEN_LIMITS)
+        self._orders: deque[Callable[[], None]] = deque()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lead, self._gate, self._report_lock = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
+        self._asleep = self._closing = self._ended = self._dialled = False
+        self._has_lane_work = False  # another link has work for this one (kvtransfer/transports/stream/parallel_links.py)
+        self._drivers, self._last_driven_s = 0, -_NEVER
+        self._spin_s = manner.spin_s
+        self._broken: str | None = None
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
+        self._polled_out = self._room_alone = False
+        self._polled_in = 1
+        self._bell_alone = select.poll()
+        self._bell_alone.register(self._bell, select.POLLIN)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
+        )
+
+    # ---- from any thread ----
+
+    def open(self, *, dialled: bool) -> None:
+        """Start the thread. The owner of an accepted link first gets `on_linked`.
+
+        Raises TransportError, after releasing everything, if there is no thread.
+        """
+        self._dialled = dialled
+        if not dialled:
+            self._orders.append(lambda: self._owner.linked(self))
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._closing = True
+            self._orders.clear()
+            self._end()
+            raise TransportError(f"no thread for the link to {self.peer}: {error}") from error
+
+    def send(self, message: bytes) -> None:
+        if len(message) > _MOST_MESSAGE_BYTES:
+            raise ValueError(
+                f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}"
+            )
+        self._queue(frame(Kind.MESSAGE, message))
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        self._queue((head, window))
+
+    def drop(self, transfer: int) -> None:
+        self._order(lambda: self._out.drop(transfer))
+
+    def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
+        return b""
+
+    def accept(self, transfer: int, grant: bytes) -> None:
+        pass
+
+    def secure(self, window_key: bytes) -> None:
+        if self._manner.sealed and self._in.seal is None:
+            dialled_key, answered_key = (
+                hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
+            )
+            self._out.seal, self._in.seal = (
+                (Seal(dialled_key), Seal(answered_key))
+                if self._dialled
+                else (Seal(answered_key), Seal(dialled_key))
+            )
+        self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
+
+    def fence(self, transfer: int) -> None:
+        if not self._order(lambda: self._fence(transfer)):
+            threading.Thread(target=self._fenced_late, args=(transfer,), daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake(always=True)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, so that nothing writes any more.
+
+        No-op on the link's own thread, or before it starts.
+        """
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Move this link's bytes on the calling thread until `done()`. Saves a wake-up.
+
+        Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
+        TransportError if the link is lost.
+        """
+        deadline_s = time.perf_counter() + timeout_s
+        self._count_drivers(1)
+        try:
+            self._wake()
+            with self._lead:
+                while not done():
+                    if self._broken is not None or self._closing or self._ended:
+                        raise TransportError(self._broken or "the link is closed")
+                    if time.perf_counter() > deadline_s:
+                        return False
+                    self._step(done)
+        finally:
+            self._last_driven_s = time.perf_counter()
+            self._count_drivers(-1)
+        return True
+
+    def _count_drivers(self, delta: int) -> None:
+        with self._gate:
+            self._drivers += delta
+
+    def _queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+        if not self._ended:
+            self._out.queue(item)
+            self._wake()
+
+    def _order(self, order: Callable[[], None]) -> bool:
+        """Run `order` on the link's thread. Returns False if the thread has ended."""
+        with self._gate:
+            if self._ended:
+                return False
+            self._orders.append(order)
+        self._wake(always=True)
+        return True
+
+    def _wake(self, *, always: bool = False) -> None:
+        if self._asleep or always:
+            with self._gate:
+                if not self._ended:
+                    os.eventfd_write(self._bell, 1)
+
+    def _fenced_late(self, transfer: int) -> None:
+        """Report a fence on a link that has ended: nothing writes any more."""
+        with self._report_lock:
+            self._fenced(transfer)
+
+    # ---- on the link's thread ----
+
+    def _prepare(self) -> None:
+        """Run before the link's first byte."""
+
+    def _run(self) -> None:
+        self._prepare()
+        while self._broken is None and not self._closing:
+            if self._driven() and not (self._orders and not self._drivers):
+                self._bell_alone.poll(self._HOLD_MS)
+                continue
+            with self._lead:
+                if not self._drivers and self._broken is None:
+                    self._step()
+        self._end()
+
+    def _driven(self) -> bool:
+        """Return whether a driver is active, or was recently and may return."""
+        return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
+
+    def _step(self, done: Callable[[], bool] | None = None) -> None:
+        """Move what can be moved, and rest if there is nothing."""
+        try:
+            if not self._turn():
+                self._rest(done)
+        except (EOFError, FrameError, SealBroken, TransportError) as error:
+            self._broken = str(error)
+        except OSError as error:
+            self._broken = error.strerror or str(error)
+        except Exception:
+            _log.exception("the owner of the link to %s failed", self.peer)
+            self._broken = "the owner of the link failed"
+
+    def _turn(self) -> bool:
+        if self._orders:
+            self._run_orders()
+        out = self._out
+        moved = out.pump() if not out.idle else False
+        if self._room_alone:
+            self._room_alone = False
+        elif self._in.pump():
+            moved = True
+            if not (out.idle or out.blocked):
+                # Send a reply at once.
+                out.pump()
+        return moved
+
+    def _run_orders(self) -> None:
+        self._clear_bell()
+        while self._orders:
+            self._orders.popleft()()
+
+    def _clear_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _rest(self, done: Callable[[], bool] | None) -> None:
+        self._want_in(self._in.wanted)
+        if not self._out.blocked and not self._in.large and self._spin(done):
+            return
+        self._asleep = True
+        try:
+            if (
+                self._orders
+                or not (self._out.idle or self._out.blocked)
+                or self._has_lane_work
+                or self._closing
+            ):
+                return
+            if self._broken is not None:
+                return
+            if done is None and self._drivers:
+                return
+            self._want_out(self._out.blocked)
+            since_s = time.perf_counter()
+            events = self._poll.poll(
+                _DRIVER_POLL_MS
+                if done is not None
+                else _TRICKLE_MS
+                if self._polled_in > 1
+                else None
+            )
+            self._room_alone = events == [(self._sock.fileno(), select.POLLOUT)]
+            if any(fd == self._bell for fd, _ in events):
+                self._clear_bell()
+            # A sleep and a wake-up cost both ends more than this took, and would keep a short
+            # exchange slow.
+            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._manner.spin_s
+            self._spin_s = self._manner.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
+        finally:
+            self._asleep = False
+
+    def _spin(self, done: Callable[[], bool] | None) -> bool:
+        """Poll for a while. Returns True if something was moved or is waiting.
+
+        Polling costs a third of a read that finds nothing.
+        """
+        clock, look, out = time.perf_counter, self._poll.poll, self._out
+        self._want_out(False)
+        until_s = clock() + self._spin_s
+        while clock() < until_s:
+            # The peer may have been woken on this very core.
+            os.sched_yield()
+            if look(0):
+                return self._turn()
+            if (
+                not out.idle
+                or self._has_lane_work
+                or self._closing
+                or (done is None and self._drivers)
+            ):
+                return True
+        return False
+
+    def _want_in(self, least: int) -> None:
+        """Make the poll report readability only from `least` bytes on."""
+        if least != self._polled_in:
+            self._polled_in = least
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+
+    def _want_out(self, want: bool) -> None:
+        if want != self._polled_out:
+            self._polled_out = want
+            self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
+
+    def _end(self) -> None:
+        """Stop using all memory, then report the loss and the pending fences."""
+        with self._lead:
+            if self._broken is None:
+                self._flush_last()
+            self._sock.close()
+        self._release()
+        self._ended_hook(self)
+        if not self._closing:
+            self._owner.lost(self, self._broken or "closed")
+        while not self._mark_ended():
+            while self._orders:
+                self._orders.popleft()()
+        os.close(self._bell)
+
+    def _release(self) -> None:
+        """Release the resources that only this link used."""
+
+    def _flush_last(self) -> None:
+        """Try to send the remaining output, without waiting."""
+        try:
+            self._out.pump()
+        except OSError:
+            return
+
+    def _mark_ended(self) -> bool:
+        with self._gate:
+            self._ended = not self._orders
+            return self._ended
+
+    def _receive(self, buffer: memoryview) -> int:
+        return self._sock.recv_into(buffer)
+
+    def _fence(self, transfer: int) -> None:
+        self._in.divert(transfer)
+        self._fenced(transfer)
+
+    def _fenced(self, transfer: int) -> None:
+        self._owner.fenced(self, transfer)
+
+    # ---- events of Inbound and Outbound ----
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        if kind is not Kind.MESSAGE:
+            raise FrameError(f"a frame of kind {kind.name} is not allowed on {self.transport}")
+        self._owner.message(self, header)
+
+    def incoming(self, head: WindowHead) -> Slice | None:
+        return self._owner.incoming(self, head)
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None:
+        self._owner.landed(self, head, verdict)
+
+    def _sent(self, head: WindowHead) -> None:
+        self._owner.sent(self, head)

@@ -1,0 +1,356 @@
+"""Outbound: the sending side of a stream. Messages, and windows directly from the source's memory.
+
+Fed from any thread, pumped by one. Not here: when to send, the socket's lifetime (kvtransfer/transports/stream/link.py).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.protocol.frame import PROOF_BYTES, Proof, trailer, window_frame
+from kvtransfer.transports.copy_runs import fine, gather, within
+from kvtransfer.transports.iovec import NOTHING, Iovecs, Pieces, address_of, writev
+from kvtransfer.transports.stream.seal import Seal
+
+_FULL_BYTES = 64 << 10  # buffered bytes at which no further frame is added
+# A window this small is copied, so that it leaves in one call with its header and trailer, unless
+# it has so many pieces that copying each costs more than the calls.
+_STAGED_BYTES = 64 << 10
+_STAGED_PIECES = 64
+_SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
+_AHEAD_BYTES = 256 << 10
+_ZEROS_BYTES = 64 << 10
+# Limit of the search for a spare window: the caller holds the agent's lock.
+_MOST_LOOKS = 64
+# The newest transfers only, because the end of a landed one is not reported here.
+_MOST_SHARED = 256
+
+
+class _Body:
+    """The bytes of a window or of a large message (no head), and the state of its trailer."""
+
+    __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        head: WindowHead | None = None,
+        current: Callable[[], bool] | None = None,
+    ) -> None:
+        self.pieces = pieces
+        self.head = head
+        self.current = current
+        self.verdict = Verdict.OK
+        self.digest: xxhash.xxh3_64 | None = None
+        self.tag = b""
+
+    def trailer(self) -> bytes:
+        """Build the trailer when the last byte has been read, so that the verdict covers all of it.
+
+        The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
+        """
+        digest = self.digest.intdigest() if self.still_current() and self.digest is not None else 0
+        return trailer(self.verdict, self.tag or digest)
+
+    def still_current(self) -> bool:
+        if self.current is not None and not self.current():
+            self.verdict = Verdict.STALE
+        return self.verdict is Verdict.OK
+
+
+class Outbound:
+    """Writes frames and windows to `fd`.
+
+    `sent` is called for each window that has been read. `checked`: windows carry an xxh3 digest.
+    """
+
+    _writev: Any = staticmethod(writev)
+
+    def __init__(self, fd: int, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
+        self.blocked = False
+        self.seal: Seal | None = None
+        self._fd = fd
+        self._sent = sent
+        self._checked = checked
+        self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._shared: dict[int, None] = {}
+        self._withheld: set[int] = set()  # transfers that are about to be dropped
+        self._body: _Body | None = None
+        small = np.empty(_SMALL_BYTES, np.uint8)
+        self._small, self._address = small.data, address_of(small)
+        self._begin = self._end = 0
+        self._gate = threading.Lock()
+        self._iovecs = Iovecs()
+        self._zeros = np.zeros(_ZEROS_BYTES, np.uint8)
+        self._bounce = np.empty(0, np.uint8)
+
+    def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+        """Queue a complete frame or a window. Callable from any thread."""
+        with self._gate:
+            self._queue.append(item)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or in progress."""
+        return not self._queue and self._body is None and self._begin == self._end
+
+    def drop(self, transfer: int) -> None:
+        """Drop the transfer's queued windows.
+
+        A window that has been started continues with zeros and ends as STALE, because its memory
+        may have a new owner. A sealed one was read in time when it was sealed: it continues
+        unchanged and stays OK. If it is the last missing one, the sink has landed what it was
+        promised.
+        """
+        with self._gate:
+            remaining = [
+                item
+                for item in self._queue
+                if isinstance(item, bytes) or item[0].transfer != transfer
+            ]
+            self._queue = deque(remaining)
+            self._withheld.discard(transfer)
+        body = self._body
+        if (
+            body is not None
+            and body.head is not None
+            and body.head.transfer == transfer
+            and not body.tag
+        ):
+            body.pieces = Pieces.over(self._zeros, body.pieces.left, self._iovecs)
+            body.digest = None
+            body.verdict = Verdict.STALE
+
+    def share(self, transfer: int) -> None:
+        """Allow lanes to send windows of this transfer. Callable from any thread."""
+        with self._gate:
+            if transfer not in self._withheld:
+                self._shared[transfer] = None
+            if len(self._shared) > _MOST_SHARED:
+                del self._shared[next(iter(self._shared))]
+
+    def keep(self, transfer: int) -> None:
+        """Allow no lane to take a window of this transfer, because it is about to be dropped.
+
+        Callable from any thread, with locks held.
+        """
+        with self._gate:
+            self._shared.pop(transfer, None)
+            self._withheld.add(transfer)
+
+    def spare(self) -> tuple[WindowHead, Slice] | None:
+        """Remove and return a window for a lane to send; None: there is none. From any thread."""
+        with self._gate:
+            index = self._spare_at()
+            if index is None:
+                return None
+            item = self._queue[index]
+            del self._queue[index]
+            return item if isinstance(item, tuple) else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there is a window for a lane."""
+        if not self._queue:
+            return False
+        with self._gate:
+            return self._spare_at() is not None
+
+    def _spare_at(self) -> int | None:
+        """Return the index of the first spare window in the queue. Call it with the gate held.
+
+        The window that is sent next here is not spare.
+        """
+        for index, item in enumerate(islice(self._queue, _MOST_LOOKS)):
+            next_up = index == 0 and self._body is None
+            if not next_up and isinstance(item, tuple) and item[0].transfer in self._shared:
+                return index
+        return None
+
+    def pump(self) -> bool:
+        """Write until the socket is full (`is_blocked`), or one large window is done.
+
+        Returns whether anything was written.
+        """
+        moved = self.blocked = False
+        while self._next():
+            large = self._body
+            wrote = self._write()
+            moved = moved or wrote
+            if not wrote or (large is not None and large.pieces.short):
+                self.blocked = True
+                break
+            if large is not self._body and self._queue:
+                break
+        return moved
+
+    def _next(self) -> bool:
+        """Prepare what follows, until there is a body or the buffer of small frames is full."""
+        while self._body is None and self._queue and self._end < _FULL_BYTES:
+            with self._gate:
+                item = self._queue.popleft() if self._queue else b""  # a lane may have taken it
+            if isinstance(item, tuple):
+                self._begin_window(*item)
+            else:
+                self._begin_message(item)
+        return self._body is not None or self._begin < self._end
+
+    def _begin_message(self, message: bytes) -> None:
+        if len(message) > _STAGED_BYTES:
+            self._body = _Body(Pieces.of_buffer(message, self._iovecs))
+        else:
+            self._append(message)
+
+    def _append(self, data: bytes) -> None:
+        end = self._end + len(data)
+        self._small[self._end : end] = data
+        self._end = end
+
+    def _begin_window(self, head: WindowHead, window: Slice) -> None:
+        """Begin a window. If the source has lost its blocks, send only the header and STALE."""
+        if self.seal is None and fine(window.runs, head.n_bytes):
+            return self._begin_fine(head, window)
+        checked = self._checked and self.seal is None
+        pieces = Pieces.of_window(
+            window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked
+        )
+        if self.seal is not None:
+            return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
+        proof = Proof.XXH3 if self._checked else Proof.NONE
+        if window.current is not None and not window.current():
+            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            return self._sent(head)
+        self._append(window_frame(head, pieces.size, proof))
+        if pieces.size <= _STAGED_BYTES and pieces.count <= _STAGED_PIECES:
+            return self._stage(pieces, head, window.current)
+        self._body = body = _Body(pieces, head, window.current)
+        if self._checked:
+            body.digest = xxhash.xxh3_64()
+        if pieces.size <= _AHEAD_BYTES and not self._queue:
+            # Latency matters for a short window with nothing after it: the peer prepares while its
+            # bytes are copied.
+            self._write_small()
+        return None
+
+    def _begin_fine(self, head: WindowHead, window: Slice) -> None:
+        """Copy many short pieces together first.
+
+        So the verdict is known before anything is sent, and `drop` need not change what is being
+        sent.
+        """
+        runs, size = window.runs, window.runs.n_bytes
+        proof = Proof.XXH3 if self._checked else Proof.NONE
+        digest = xxhash.xxh3_64()
+        if not within(window.region, runs.src, runs.length):
+            raise TransportError(f"a window exceeds {window.region.name}, or is empty")
+        body = _Body(
+            Pieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),
+            head,
+            window.current,
+        )
+        if body.still_current():
+            feed: Callable[[Any], object] = digest.update if self._checked else _ignore
+            gather(window.region.bytes, runs.src, runs.length, self._bounce[:size], feed)
+        if not body.still_current():
+            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            return self._sent(head)
+        self._append(window_frame(head, size, proof))
+        body.current, body.tag = None, digest.intdigest().to_bytes(PROOF_BYTES, "little")
+        self._body = body
+        return None
+
+    def _bounce_of_size(self, size: int) -> NDArray[np.uint8]:
+        """Return a buffer for one window. It is reused."""
+        if self._bounce.size < size:
+            self._bounce = np.empty(size, np.uint8)
+        return self._bounce
+
+    def _begin_sealed(self, seal: Seal, body: _Body) -> None:
+        """Seal a window.
+
+        Sealing copies it, so the verdict is known before anything is sent. For a stale window only
+        the sealed header is sent.
+        """
+        assert body.head is not None
+        head, size = body.head, body.pieces.size
+        opening = window_frame(head, size, Proof.GCM)
+        sealed = memoryview(b"")
+        was_current = body.still_current()
+        if was_current:
+            sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
+        if not body.still_current():
+            opening, sealed = window_frame(head, 0, Proof.GCM), memoryview(b"")
+            body.tag = seal.void(opening, instead=was_current)
+        self._append(opening)
+        body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
+        if sealed:
+            self._body = body
+        else:
+            self._finish(body)
+
+    def _stage(self, pieces: Pieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
+        """Copy a small window behind its header, and take the digest from the copy in the cache."""
+        end = self._end + pieces.size
+        copy = self._small[self._end : end]
+        pieces.gather(copy)
+        self._end = end
+        if current is None or current():
+            self._append(
+                trailer(Verdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0)
+            )
+        else:
+            self._append(trailer(Verdict.STALE))
+        self._sent(head)
+
+    def _write(self) -> bool:
+        body = self._body
+        if body is None:
+            return self._write_small()
+        pieces, small = body.pieces, self._end - self._begin
+        count = pieces.call(self._writev, self._fd, (self._address + self._begin, small), NOTHING)
+        if count is None:
+            return False
+        small_count = min(count, small)
+        self._advance(small_count)
+        pieces.advance(count - small_count)
+        if body.digest is not None:
+            # The written bytes are in the cache, and the peer is busy.
+            pieces.feed(body.digest.update, pieces.done)
+        if not pieces.left:
+            self._finish(body)
+        return True
+
+    def _write_small(self) -> bool:
+        try:
+            self._advance(self._send(self._small[self._begin : self._end]))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _send(self, data: memoryview) -> int:
+        return os.write(self._fd, data)
+
+    def _advance(self, count: int) -> None:
+        self._begin += count
+        if self._begin == self._end:
+            self._begin = self._end = 0
+
+    def _finish(self, body: _Body) -> None:
+        self._body = None
+        if body.head is not None:
+            self._append(body.trailer())
+            self._sent(body.head)
+
+
+def _ignore(part: object) -> None:
+    """Ignore the bytes, because the window carries no digest."""

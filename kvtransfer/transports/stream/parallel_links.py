@@ -1,0 +1,135 @@
+"""Lanes: further connections to a link's peer that share its windows.
+
+At the sink, one connection can use only one core for copying; a fast network has room for several.
+A lane proves its identity like any link and then belongs to the first link, its owner. Whenever it
+is idle, it takes a window from the owner's queue.
+
+Messages keep their order on the first link. So a transfer's windows use only that link until the
+sink has received one and sends SPREAD: no window overtakes the message that announces it. Not here:
+opening lanes, their heartbeats and their loss (kvtransfer/links/link_manager.py), and their number
+(stream.LinkOptions).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvtransfer.contract import Link, LinkOwner, Slice, Verdict, WindowHead
+from kvtransfer.protocol.frame import FrameError, Kind, frame
+from kvtransfer.transports.stream.link import Manner, StreamLink
+
+_SPREAD = struct.Struct("<Q")
+
+
+class LanedLink(StreamLink):
+    """A link that may have lanes, or be one."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
+    ) -> None:
+        super().__init__(sock, owner, peer, manner, ended)
+        self.lanes = manner.lanes
+        self.used = False
+        self._lane_owner = self  # the link whose windows it carries
+        self._lane_links: tuple[LanedLink, ...] = ()
+        self._spread: set[int] = set()
+
+    # ---- from any thread ----
+
+    def widen(self, lane: Link) -> None:
+        if not isinstance(lane, LanedLink):
+            raise TypeError(f"a link over {lane.transport} cannot be a lane")
+        lane._lane_owner = self
+        with self._gate:
+            self._lane_links += (lane,)
+
+    def put(self, head: WindowHead, window: Slice) -> None:
+        super().put(head, window)
+        self._wake_lanes()
+
+    def drop(self, transfer: int) -> None:
+        self._out.keep(transfer)
+        super().drop(transfer)
+        for lane in self._lane_links:
+            lane.drop(transfer)
+
+    def _wake_lanes(self) -> None:
+        """Wake sleeping lanes if there are windows for them."""
+        if self._lane_links and self._out.crowded:
+            for lane in self._lane_links:
+                lane._has_lane_work = True
+                lane._wake()
+
+    # ---- on the link's thread ----
+
+    def _turn(self) -> bool:
+        self._has_lane_work = False
+        if self._lane_owner is not self and self._out.idle:
+            item = self._lane_owner._out.spare()
+            if item is not None:
+                self.used = True
+                self._out.queue(item)
+        return super()._turn()
+
+    def framed(self, kind: Kind, header: bytes) -> None:
+        if kind is not Kind.SPREAD:
+            super().framed(kind, header)
+        elif self._dialled or len(header) != _SPREAD.size:
+            raise FrameError("an invalid SPREAD frame")
+        else:
+            self._out.share(*_SPREAD.unpack(header))
+            self._wake_lanes()
+
+    def _fence(self, transfer: int) -> None:
+        self._spread.discard(transfer)
+        super()._fence(transfer)
+
+    def _fenced(self, transfer: int) -> None:
+        self._fence_lanes(transfer, self._lane_links)
+
+    def _fence_lanes(self, transfer: int, lanes: tuple[LanedLink, ...]) -> None:
+        """Stop the lanes one after the other, each on its own thread, and then report the fence.
+
+        An ended lane writes nothing more. A new one gets no destination from the owner.
+        """
+        for index, lane in enumerate(lanes, start=1):
+            if lane._order(partial(lane._fence_lane, transfer, lanes[index:])):
+                return
+        self._owner.fenced(self, transfer)
+
+    def _fence_lane(self, transfer: int, remaining: tuple[LanedLink, ...]) -> None:
+        self._in.divert(transfer)
+        self._lane_owner._fence_lanes(transfer, remaining)
+
+    def _release(self) -> None:
+        owner = self._lane_owner
+        with owner._gate:
+            owner._lane_links = tuple(lane for lane in owner._lane_links if lane is not self)
+
+    # ---- events, reported as the first link's ----
+
+    def incoming(self, head: WindowHead) -> Slice | None:
+        owner_link = self._lane_owner
+        window = owner_link._owner.incoming(owner_link, head)
+        if owner_link is not self:
+            self.used = True
+        elif window is not None and self._lane_links and head.transfer not in self._spread:
+            self._spread.add(head.transfer)
+            self._out.queue(frame(Kind.SPREAD, _SPREAD.pack(head.transfer)))
+            self._out.pump()  # before the window is read, because lanes wait for it
+        return window
+
+    def landed(self, head: WindowHead, verdict: Verdict) -> None:
+        self._lane_owner._owner.landed(self._lane_owner, head, verdict)
+
+    def _sent(self, head: WindowHead) -> None:
+        self._lane_owner._owner.sent(self._lane_owner, head)

@@ -1,0 +1,85 @@
+"""WindowSeal: AES-128-GCM over windows. Needs the extra `seal` (cryptography).
+
+Not here: the key's origin (kvtransfer/protocol/session.py), or control messages (always sealed by the agents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvtransfer.contract import TransportError
+
+_KEY_BYTES = 16
+_SLACK = 16  # the cipher needs room for one more block than it writes
+
+
+class SealBroken(Exception):
+    """The window was not sent by a holder of the key, or not in this order."""
+
+
+class Seal:
+    """The seal of one direction of one link.
+
+    The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
+    has separate nonces, because it may replace the n-th window after that was sealed.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        except ImportError as error:
+            raise TransportError(
+                "sealed windows need the package cryptography: install the extra `seal`"
+            ) from error
+        self._make: Any = Cipher
+        self._mode: Any = modes.GCM
+        self._key: Any = algorithms.AES(key[:_KEY_BYTES])
+        self._invalid: type[Exception] = InvalidTag
+        self._count = 0
+        self._buffer = bytearray()
+
+    def void(self, about: bytes, *, instead: bool) -> bytes:
+        """Return the tag of a window without bytes.
+
+        `instead`: it replaces the last sealed window.
+        """
+        self._count -= instead
+        return self.close((), 0, about)[1]
+
+    def close(
+        self, parts: Iterable[memoryview], size: int, about: bytes
+    ) -> tuple[memoryview, bytes]:
+        """Seal `size` bytes in parts. Returns the ciphertext and the tag.
+
+        `about` is authenticated but not encrypted. The ciphertext is valid until the next call.
+        """
+        cipher = self._make(self._key, self._mode(self._nonce(size))).encryptor()
+        cipher.authenticate_additional_data(about)
+        view, offset = self._room(size), 0
+        for part in parts:
+            offset += cipher.update_into(part, view[offset:])
+        cipher.finalize()
+        return view[:size], cipher.tag
+
+    def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
+        """Return the plain bytes, valid until the next call. Raises WindowSealError if altered."""
+        cipher = self._make(self._key, self._mode(self._nonce(len(sealed)), tag)).decryptor()
+        cipher.authenticate_additional_data(about)
+        view = self._room(len(sealed))
+        cipher.update_into(sealed, view)
+        try:
+            cipher.finalize()
+        except self._invalid as error:
+            raise SealBroken("a window's seal is invalid") from error
+        return view[: len(sealed)]
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._buffer) < size + _SLACK:
+            self._buffer = bytearray(size + _SLACK)
+        return memoryview(self._buffer)
+
+    def _nonce(self, size: int) -> bytes:
+        self._count += 1
+        return (2 * self._count + (size == 0)).to_bytes(12, "big")

@@ -1,0 +1,289 @@
+"""TLS for links over TCP: certificates at both ends, and files that are reloaded when they change.
+
+Not here: the connections (tcp.py), or the proof of the fleet's key, which follows inside TLS
+(kvtransfer/protocol/session.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvtransfer.contract import LinkOwner, TransportError, WindowHead
+from kvtransfer.transports.iovec import vectors_at
+from kvtransfer.transports.stream.inbound import Inbound
+from kvtransfer.transports.stream.link import Manner
+from kvtransfer.transports.stream.outbound import Outbound
+from kvtransfer.transports.stream.parallel_links import LanedLink
+from kvtransfer.util.tls_files import TlsFiles
+
+# A retry after a full socket must offer at least as much as before: one record at most.
+_RECORD_BYTES = 16 << 10
+_WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_log = logging.getLogger("penstock")
+
+Signature = tuple[tuple[int, int, int], ...]
+
+
+class TlsContexts:
+    """The TLS contexts of new connections, reloaded when a file changes.
+
+    Files that do not load are ignored, and the earlier ones stay in use.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raise TransportError, with the file names, if the files cannot be used."""
+        self.files = files
+        self._lock = threading.Lock()
+        self._loaded_signature = self._signature()
+        self._client, self._server = self._load()
+
+    def client(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
+        """Wrap the dialling end of a connection to `host`, before its handshake."""
+        context, _ = self._current()
+        name = self.files.peer_name or host
+        return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+
+    def server(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Wrap the accepting end of a connection, before its handshake."""
+        _, context = self._current()
+        return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        with self._lock:
+            signature = self._signature()
+            if signature != self._loaded_signature:
+                self._loaded_signature = signature
+                try:
+                    self._client, self._server = self._load()
+                    _log.info("kv: reloaded TLS certificate %s", self.files.certificate)
+                except TransportError as error:
+                    _log.error("kv: the earlier TLS files stay in use: %s", error)
+            return self._client, self._server
+
+    def _signature(self) -> Signature:
+        return tuple(
+            _identity(path) for path in (self.files.certificate, self.files.key, self.files.ca)
+        )
+
+    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        return self._context(ssl.PROTOCOL_TLS_CLIENT), self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+        context.verify_mode = ssl.CERT_REQUIRED
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # no session resumption
+        files = self.files
+        try:
+            # Without `password`, OpenSSL would prompt on the terminal.
+            context.load_cert_chain(files.certificate, files.key, password=lambda: "")
+        except OSError as error:
+            both = f"{files.certificate} and {files.key}"
+            raise TransportError(f"{both} cannot be used for TLS: {_error_text(error)}") from error
+        try:
+            context.load_verify_locations(cafile=files.ca)
+        except OSError as error:
+            raise TransportError(
+                f"{files.ca} cannot be used for TLS: {_error_text(error)}"
+            ) from error
+        return context
+
+
+class TlsLink(LanedLink):
+    """A link over TLS. Its thread performs the handshake first."""
+
+    transport = "tcp"
+
+    def __init__(
+        self,
+        sock: ssl.SSLSocket,
+        owner: LinkOwner,
+        peer: str,
+        manner: Manner,
+        ended: Callable[[Any], None],
+        peer_name: str,
+    ) -> None:
+        super().__init__(sock, owner, peer, manner, ended)
+        self._tls, self._peer_name = sock, peer_name
+        self._out = _TlsOutbound(sock, self._sent, checked=manner.checked)
+        self._in = _TlsInbound(sock, self._receive, self, self._in.limits)
+        self._handshake_over = threading.Event()
+
+    def wait_for_handshake(self, timeout_s: float) -> None:
+        """Wait for the handshake.
+
+        Raises TransportError if it fails, or closes the link if it is late.
+        """
+        if not self._handshake_over.wait(timeout_s):
+            self.close()
+            raise TransportError(f"no TLS handshake with {self.peer} within {timeout_s:g} s")
+        if self._broken is not None:
+            raise TransportError(f"{self.peer}: {self._broken}")
+
+    # ---- on the link's thread ----
+
+    def _prepare(self) -> None:
+        try:
+            with self._lead:
+                while not self._closing and not self._step_handshake():
+                    pass
+        except OSError as error:
+            self._broken = f"TLS: {_error_text(error)}"
+        except Exception:
+            _log.exception("the owner of the link to %s failed", self.peer)
+            self._broken = "the owner of the link failed"
+        finally:
+            self._handshake_over.set()
+
+    def _step_handshake(self) -> bool:
+        """Perform one step of the handshake, and wait for the next.
+
+        Returns True when it is complete.
+        """
+        self._run_orders()
+        if self._closing:
+            return True
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._wait(select.POLLIN)
+            return False
+        except ssl.SSLWantWriteError:
+            self._wait(select.POLLOUT)
+            return False
+        self._check_peer()
+        return True
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._tls, event)
+        poll.register(self._bell, select.POLLIN)
+        poll.poll()
+
+    def _check_peer(self) -> None:
+        """Check the name of a peer that dialled. OpenSSL has checked the name of a dialled peer."""
+        if not self._peer_name or self._dialled:
+            return
+        certificate: Any = self._tls.getpeercert() or {}
+        names = [
+            str(name).lower()
+            for kind, name in certificate.get("subjectAltName", ())
+            if kind == "DNS"
+        ]
+        if self._peer_name.lower() not in names:
+            raise ssl.SSLCertVerificationError(
+                f"the certificate of {self.peer} does not contain {self._peer_name}"
+            )
+
+    def _receive(self, buffer: memoryview) -> int:
+        try:
+            return self._tls.recv_into(buffer)
+        except _WAITS as wait:
+            raise BlockingIOError from wait
+
+    def _want_in(self, least: int) -> None:
+        """Do nothing: a poll cannot count bytes that OpenSSL has already buffered."""
+
+
+class _TlsInbound(Inbound):
+    """Reads through TLS into the vectors."""
+
+    def __init__(
+        self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any
+    ) -> None:
+        super().__init__(sock.fileno(), receive, hearer, limits)
+        self._tls = sock
+
+    def _readv(self, fd: int, address: int, count: int) -> int:
+        """Act as readv(2): read until the vectors are full or no complete record is left."""
+        total = 0
+        for view in vectors_at(address, count):
+            offset = 0
+            while offset < len(view):
+                try:
+                    count_read = self._tls.recv_into(view[offset:])
+                except _WAITS:
+                    return total or _would_block()
+                if not count_read:
+                    return total
+                offset, total = offset + count_read, total + count_read
+        return total
+
+
+class _TlsOutbound(Outbound):
+    """Writes the vectors through TLS."""
+
+    def __init__(
+        self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool
+    ) -> None:
+        super().__init__(sock.fileno(), sent, checked=checked)
+        self._tls = sock
+        self._record = memoryview(bytearray(_RECORD_BYTES))
+
+    def _writev(self, fd: int, address: int, count: int) -> int:
+        """Act as writev(2), one record at a time.
+
+        After a full socket, retry the same first record.
+        """
+        total = 0
+        for record in self._records(vectors_at(address, count)):
+            try:
+                total += self._tls.send(record)
+            except _WAITS:
+                return total or _would_block()
+        return total
+
+    def _records(self, views: list[memoryview]) -> Iterator[memoryview]:
+        """Yield all bytes in order: whole records without a copy, shorter pieces combined."""
+        buffered = 0
+        for view in views:
+            offset = 0
+            while offset < len(view):
+                if not buffered and len(view) - offset >= _RECORD_BYTES:
+                    yield view[offset : offset + _RECORD_BYTES]
+                    offset += _RECORD_BYTES
+                    continue
+                size = min(_RECORD_BYTES - buffered, len(view) - offset)
+                self._record[buffered : buffered + size] = view[offset : offset + size]
+                offset, buffered = offset + size, buffered + size
+                if buffered == _RECORD_BYTES:
+                    yield self._record
+                    buffered = 0
+        if buffered:
+            yield self._record[:buffered]
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._tls.send(data[:_RECORD_BYTES])
+        except _WAITS as wait:
+            raise BlockingIOError from wait
+
+
+def _would_block() -> int:
+    ctypes.set_errno(errno.EAGAIN)
+    return -1
+
+
+def _identity(path: str) -> tuple[int, int, int]:
+    """Return values that change when a file is written or replaced."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _error_text(error: OSError) -> str:
+    reason: str = getattr(error, "verify_message", "")  # reason for refusing a certificate
+    return reason or error.strerror or str(error)

@@ -1,0 +1,54 @@
+"""Options of an agent: times and limits, with the defaults that the tests use."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtransfer.protocol.frame import MOST_PAYLOAD
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Times and limits of an agent.
+
+    beat_s                     time between heartbeats; equal on both sides
+    max_missed_beats           a link is lost after this many beats of silence; equal on both sides
+    handshake_s                time for both ends of a new link to prove their identity
+    window_bytes               largest window to send; a link may want less
+    budget_bytes               bytes that a source may have in flight to this agent on one link
+    invite_wait_s              longest time that an invitation may wait here for its offer
+    name_memory_s              how long the name of an ended or unwanted offer is remembered
+    max_waiting_invites        invitations that may wait here, in total
+    max_unproven_links         links whose peer has not shown the key; one more drops the oldest
+    max_unproven_per_address   such links from one IPv4 address or IPv6 /64
+    family                     what must be equal like the layout: weights, quantisation
+    host                       equal exactly for agents that can share memory; None: detect,
+                               "": never
+    """
+
+    beat_s: float = 0.25
+    misses: int = 3
+    handshake_s: float = 2.0
+    window_bytes: int = 8 << 20
+    budget_bytes: int = 16 << 20
+    patience_s: float = 60.0
+    memory_s: float = 30.0
+    most_waiting: int = 1024
+    most_strangers: int = 64
+    unproven_per_address: int = 32
+    family: str = ""
+    host: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
+            raise ValueError(f"beat_s, max_missed_beats and handshake_s must be positive: {self}")
+        if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
+            raise ValueError(
+                f"window_bytes must be 1 to {MOST_PAYLOAD}, budget_bytes positive: {self}"
+            )
+        if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
+            raise ValueError(f"limits of unproven links must be at least 1: {self}")
+
+    @property
+    def silence_s(self) -> float:
+        """How long a peer may be silent before its link is lost."""
+        return self.beat_s * self.misses

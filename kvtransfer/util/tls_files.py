@@ -1,0 +1,21 @@
+"""TlsFiles: the certificate files of a TLS link. Not here: reading them (kvtransfer/transports/tls_links.py)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths of PEM files, and the name to require of peers.
+
+    certificate   this agent's certificate and its chain up to an authority
+    key           its private key, not encrypted
+    ca            the authorities; every peer must have a certificate of theirs
+    peer_name     DNS name that every peer's certificate must contain. "": a dialled peer's
+                  certificate must contain the dialled host, and a dialling peer may have any name
+    """
+
+    certificate: str
+    key: str
+    ca: str
+    peer_name: str = ""

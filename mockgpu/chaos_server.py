@@ -1,0 +1,88 @@
+"""The server for `penstock chaos`, by which this machine sets a running fleet's faults.
+
+It exists only if the fleet was started with a port for it, and listens only on 127.0.0.1. It stays
+open whatever fault a group has; a group that refuses connections could not be healed otherwise.
+Browsers are refused. Not here: the grammar of faults (mockgpu/fault_grammar.py) and their effects (mockgpu/group_faults.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from mockgpu.fault_grammar import FaultError
+from mockgpu.request_parser import ApiError, decoded
+from mockgpu.server import FaultOrder
+
+if TYPE_CHECKING:
+    from mockgpu.fleet import Member
+
+HOST = "127.0.0.1"
+MOST_BYTES = 4096
+FROM_A_BROWSER = ("Origin", "Sec-Fetch-Site", "Referer")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def open_door(members: Sequence[Member], port: int) -> AsyncIterator[int]:
+    """Listen until the block is left, and yield the port. Raises OSError if it is taken."""
+    runner = web.AppRunner(application(members), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, HOST, port).start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+def application(members: Sequence[Member]) -> web.Application:
+    """Return the application: GET /faults and POST /faults/{port of a group}."""
+
+    async def show(_: web.Request) -> web.Response:
+        return _json(
+            {
+                str(member.listener.port): {
+                    "spec": member.faults.spec,
+                    "jobs": member.group.in_flight,
+                }
+                for member in members
+            }
+        )
+
+    async def put(request: web.Request) -> web.Response:
+        port = request.match_info["port"]
+        member = next((member for member in members if str(member.listener.port) == port), None)
+        if member is None:
+            return _json({"error": f"no group of this fleet has port {port[:8]}"}, 404)
+        jobs, before = member.group.in_flight, member.faults.spec
+        try:
+            spec = decoded(await request.read(), FaultOrder).spec
+            member.faults.set(spec)
+        except (FaultError, ApiError) as error:
+            return _json({"error": str(error)}, 400)
+        return _json({"spec": spec, "before": before, "jobs": jobs})
+
+    server = web.Application(client_max_size=MOST_BYTES, middlewares=[_no_pages])
+    server.router.add_get("/faults", show)
+    server.router.add_post("/faults/{port}", put)
+    return server
+
+
+@web.middleware
+async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests of web pages, which can reach 127.0.0.1 too, and unexpected Host names."""
+    host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
+    if host not in (HOST, "localhost") or any(name in request.headers for name in FROM_A_BROWSER):
+        return _json({"error": "web pages may not set faults"}, 403)
+    return await handler(request)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )

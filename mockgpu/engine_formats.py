@@ -1,0 +1,60 @@
+"""The error formats of each engine, and other differences of SGLang and TensorRT-LLM from vLLM.
+
+vLLM's own format is in mockgpu/openai_format.py. Source: engines.md A (errors, streams).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from mockgpu.handoff.trtllm import CHAT_FIELDS, COMPLETION_FIELDS
+from mockgpu.request_parser import ApiError, Ask, Body
+
+
+class Engine(StrEnum):
+    """The engine whose HTTP API a group imitates."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+
+
+def engine_of(dialect: str | None) -> Engine:
+    """Return the engine that speaks a handoff dialect; vLLM for None."""
+    return Engine(dialect) if dialect in ("sglang", "trtllm") else Engine.VLLM
+
+
+def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> bytes:
+    """Return an error's JSON: nested in vLLM and in SGLang's streams, else at the top level."""
+    if engine is Engine.VLLM:
+        return error.body()
+    flat = {
+        "object": "error",
+        "message": error.message,
+        "type": error.kind,
+        "param": error.param,
+        "code": error.status,
+    }
+    return msgspec.json.encode({"error": flat} if streaming and engine is Engine.SGLANG else flat)
+
+
+def with_extra_key(ask: Ask) -> Ask:
+    """Apply SGLang's `extra_key`: cached blocks need an equal `cache_salt` and `extra_key`."""
+    salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
+    return msgspec.structs.replace(
+        ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None)
+    )
+
+
+def request_schemas(engine: Engine) -> dict[str, Any]:
+    """Return the two request schemas of an engine's OpenAPI page, with member names only."""
+    own = frozenset(Body.__struct_fields__) - (set() if engine is Engine.SGLANG else {"extra_key"})
+    chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is Engine.TRTLLM else (own, own)
+    members_by_schema = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
+    return {
+        name: {"type": "object", "properties": {member: {} for member in sorted(members)}}
+        for name, members in members_by_schema.items()
+    }

@@ -1,0 +1,187 @@
+"""The grammar of injected faults.
+
+    SPEC    = fault ["," fault]...
+    fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
+    option  = key "=" value | "hang" | "prefill" | "decode"
+
+Windows are wall seconds since the fault was set. Faults take effect in server.py (per request),
+group.py (lost rank, slow), mockgpu/kill_faults.py (one request's KV) and mockgpu/handoff/faulty_link.py (the bytes between
+agents). Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import inf
+from random import Random
+
+import msgspec
+
+
+class FaultKind(StrEnum):
+    """The kinds of faults: of the whole group (GROUP_FAULTS), or of one request at a time."""
+
+    REFUSE = "refuse"
+    ERROR = "5xx"
+    RESET_BEFORE_HEADERS = "reset-before-headers"
+    RESET_AFTER_HEADERS = "reset-after-headers"
+    RESET_MID_STREAM = "reset-mid-stream"
+    CUT = "cut"
+    STALL = "stall"
+    SPLIT = "split"
+    COMMENTS = "comments"
+    SLOW = "slow"
+    LOST_RANK = "lost-rank"
+    DIE_IN_PREFILL = "die-in-prefill"
+    DIE_IN_TRANSFER = "die-in-transfer"
+    DIE_IN_PULL = "die-in-pull"
+    DIE_MID_DECODE = "die-mid-decode"
+    KV_CORRUPT = "kv-corrupt"
+    KV_LOST = "kv-lost"
+    FREEZE = "freeze"
+    PARTITION = "partition"
+    WIRE_CORRUPT = "wire-corrupt"
+    WIRE_CUT = "wire-cut"
+    WIRE_REPLAY = "wire-replay"
+    WIRE_STALL = "wire-stall"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault: its kind, options, chance per request, and window in seconds since it was set.
+
+    `only`: the steps that a slow group is slow at: "prefill" (with prompt tokens), "decode"
+    (without), or "" for both.
+    """
+
+    kind: FaultKind
+    after: int = 1
+    status: int = 500
+    factor: float = 10.0
+    only: str = ""
+    rank: int = 0
+    hang: bool = False
+    chance: float = 1.0
+    start_s: float = 0.0
+    end_s: float = inf
+
+    def strikes(self, elapsed_s: float, rng: Random) -> bool:
+        """Return whether the fault strikes this request now."""
+        return self.start_s <= elapsed_s < self.end_s and (
+            self.chance >= 1 or rng.random() < self.chance
+        )
+
+
+# Faults that break a response off after its headers, and faults that a stream's sink applies.
+BREAKING_FAULTS = frozenset(
+    (FaultKind.RESET_AFTER_HEADERS, FaultKind.RESET_MID_STREAM, FaultKind.CUT)
+)
+STREAM_FAULTS = frozenset(
+    (
+        FaultKind.RESET_MID_STREAM,
+        FaultKind.CUT,
+        FaultKind.STALL,
+        FaultKind.SPLIT,
+        FaultKind.COMMENTS,
+    )
+)
+# Faults of one request's KV, or of the group at a moment of one request's life (mockgpu/kill_faults.py).
+KV_FAULTS = frozenset(
+    (
+        FaultKind.DIE_IN_PREFILL,
+        FaultKind.DIE_IN_TRANSFER,
+        FaultKind.DIE_IN_PULL,
+        FaultKind.DIE_MID_DECODE,
+        FaultKind.KV_CORRUPT,
+        FaultKind.KV_LOST,
+    )
+)
+# Faults of the bytes between this group's agent and its peers (mockgpu/handoff/faulty_link.py).
+WIRE_FAULTS = frozenset(
+    (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
+)
+# Faults that lose a rank, and with it the group.
+RANK_FAULTS = frozenset((FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))
+GROUP_FAULTS = RANK_FAULTS | WIRE_FAULTS | {FaultKind.REFUSE, FaultKind.SLOW}
+
+# The options of each fault.
+_OPTIONS: dict[FaultKind, tuple[str, ...]] = {
+    FaultKind.ERROR: ("status",),
+    FaultKind.RESET_MID_STREAM: ("after",),
+    FaultKind.CUT: ("after",),
+    FaultKind.STALL: ("after",),
+    FaultKind.SLOW: ("x", "prefill", "decode"),
+    FaultKind.LOST_RANK: ("hang", "rank"),
+    FaultKind.DIE_MID_DECODE: ("after",),
+    FaultKind.WIRE_CORRUPT: ("after",),
+    FaultKind.WIRE_CUT: ("after",),
+    FaultKind.WIRE_REPLAY: ("after",),
+}
+
+
+class FaultError(ValueError):
+    """The fault spec is invalid. The message says which part and why."""
+
+
+def parse_faults(spec: str) -> tuple[Fault, ...]:
+    """Parse a spec such as `5xx@0.1,stall:after=3@10-20`; "" has none. Raises FaultError."""
+    return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
+
+
+def _fault(text: str) -> Fault:
+    head, *limits = text.split("@")
+    name, *options = head.split(":")
+    try:
+        kind = FaultKind(name)
+    except ValueError:
+        raise FaultError(f"unknown fault {name!r}: known are {', '.join(FaultKind)}") from None
+    values: dict[str, float | int | bool | str] = {}
+    for option in options:
+        values |= _option(kind, option)
+    for limit in limits:
+        values |= _limit(limit)
+    if kind in GROUP_FAULTS and "chance" in values:
+        raise FaultError(f"fault {kind} affects the whole group: it takes a window, not a chance")
+    return msgspec.convert({"kind": kind} | values, Fault)
+
+
+def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
+    key, _, value = text.partition("=")
+    if key not in _OPTIONS.get(kind, ()):
+        allowed = ", ".join(_OPTIONS.get(kind, ())) or "none"
+        raise FaultError(f"fault {kind} takes no option {key!r}: allowed are {allowed}")
+    if key in ("hang", "prefill", "decode"):
+        if value:
+            raise FaultError(f"option {key!r} takes no value")
+        return {"hang": True} if key == "hang" else {"only": key}
+    if key == "x":
+        return {"factor": _number(value, "x", least=0.01)}
+    number = _number(value, key, least=0)
+    if number != int(number) or (key == "status" and not 500 <= number <= 599):
+        raise FaultError(f"option {key!r} of {kind}: {value!r} is not allowed")
+    return {key: int(number)}
+
+
+def _limit(text: str) -> dict[str, float | int | bool | str]:
+    if "-" in text:
+        start, _, end = text.partition("-")
+        window = (
+            _number(start, "window start", least=0),
+            _number(end, "window end", least=0) if end else inf,
+        )
+        if window[0] >= window[1]:
+            raise FaultError(f"window {text!r} ends before it starts")
+        return {"start_s": window[0], "end_s": window[1]}
+    chance = _number(text.removeprefix("p="), "chance", least=0)
+    if not 0 < chance <= 1:
+        raise FaultError(f"chance {text!r} is not in (0, 1]")
+    return {"chance": chance}
+
+
+def _number(text: str, what: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise FaultError(f"{what}: {text!r} is not a number") from None
+    if not least <= value < inf:
+        raise FaultError(f"{what}: {text!r} is out of range")
+    return value

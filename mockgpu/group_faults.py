@@ -1,0 +1,181 @@
+"""The faults of one TP group: when they begin and end, and which one strikes a request.
+
+The grammar is in mockgpu/fault_grammar.py. Timers here begin and end faults of the whole group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from random import Random
+from typing import Protocol
+
+from mockgpu.fault_grammar import (
+    GROUP_FAULTS,
+    RANK_FAULTS,
+    WIRE_FAULTS,
+    Fault,
+    FaultError,
+    FaultKind,
+    parse_faults,
+)
+from mockgpu.group import TpGroup
+
+# A stopped engine moves no KV either.
+_STALLING = frozenset((FaultKind.FREEZE, FaultKind.PARTITION))
+_ON_THE_WIRE = _STALLING | WIRE_FAULTS
+
+
+class Door(Protocol):
+    """A listener that can refuse connections."""
+
+    def shut(self) -> None:
+        """Refuse new connections, and cut open ones."""
+        ...
+
+    def open(self) -> None:
+        """Accept connections again."""
+        ...
+
+
+class Wires(Protocol):
+    """The connection between a group's agent and its peers."""
+
+    @property
+    def harmable(self) -> bool:
+        """Whether faults can be injected: only into bytes that pass through the relay."""
+        ...
+
+    def harm(self, fault: Fault | None) -> None:
+        """Apply this fault from now on; None: heal."""
+        ...
+
+
+class FaultBox:
+    """Sole owner of a group's faults and of their timers."""
+
+    def __init__(
+        self,
+        group: TpGroup,
+        door: Door,
+        loop: asyncio.AbstractEventLoop,
+        rng: Random,
+        wires: Wires | None = None,
+    ) -> None:
+        self.spec = ""
+        self._wires = wires
+        self._group = group
+        self._listener = door
+        self._loop = loop
+        self._rng = rng
+        self._set_at = loop.time()
+        self._faults: tuple[Fault, ...] = ()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._active: list[Fault] = []
+        self._reconnected: asyncio.Event | None = None
+
+    async def reachable(self) -> None:
+        """Wait until requests reach the group: at once, unless it is partitioned."""
+        while self._reconnected is not None:
+            await self._reconnected.wait()
+
+    def set(self, spec: str) -> None:
+        """Replace all faults; "" heals everything.
+
+        FaultError leaves the earlier faults in place.
+        """
+        faults = parse_faults(spec)
+        self.check(faults)
+        self.clear()
+        self.spec, self._faults, self._set_at = spec, faults, self._loop.time()
+        for fault in faults:
+            if fault.kind in GROUP_FAULTS:
+                self._schedule(fault)
+
+    def check(self, faults: tuple[Fault, ...]) -> None:
+        """Raise FaultError for faults that this group does not support."""
+        if any(fault.kind in WIRE_FAULTS for fault in faults) and (
+            self._wires is None or not self._wires.harmable
+        ):
+            raise FaultError("wire faults need a group that transfers KV over tcp")
+
+    def clear(self) -> None:
+        """End all faults. A group that died of one, or of a malformed request, is restarted."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for fault in list(self._active):
+            self._end(fault)
+        if self._group.dead:
+            self._group.restore()
+        self.spec, self._faults = "", ()
+
+    def strike(self) -> Fault | None:
+        """Return the first fault of the spec that strikes an arriving request, if any."""
+        elapsed_s = self._loop.time() - self._set_at
+        for fault in self._faults:
+            if fault.kind not in GROUP_FAULTS and fault.strikes(elapsed_s, self._rng):
+                return fault
+        return None
+
+    def _schedule(self, fault: Fault) -> None:
+        if fault.start_s > 0:
+            self._timers.append(self._loop.call_later(fault.start_s, self._begin, fault))
+        else:
+            self._begin(fault)
+        if fault.end_s < inf:
+            self._timers.append(self._loop.call_later(fault.end_s, self._end, fault))
+
+    def _begin(self, fault: Fault) -> None:
+        self._active.append(fault)
+        match fault.kind:
+            case FaultKind.SLOW:
+                self._set_pace()
+            case FaultKind.LOST_RANK:
+                self._group.lose_rank(fault.rank, fault.hang)
+            case FaultKind.REFUSE:
+                self._listener.shut()
+            case FaultKind.FREEZE | FaultKind.PARTITION:
+                self._group.lose_rank(0, hang=True)
+                self._set_wire_fault(Fault(FaultKind.WIRE_STALL))
+                if fault.kind is FaultKind.PARTITION and self._reconnected is None:
+                    self._reconnected = asyncio.Event()
+            case kind if kind in WIRE_FAULTS:
+                self._set_wire_fault(fault)
+
+    def _end(self, fault: Fault) -> None:
+        """Undo a fault, unless another active fault has the same effect."""
+        self._active.remove(fault)
+        kinds = {other.kind for other in self._active}
+        match fault.kind:
+            case FaultKind.SLOW:
+                self._set_pace()
+            case FaultKind.REFUSE if FaultKind.REFUSE not in kinds:
+                self._listener.open()
+            case kind if kind in RANK_FAULTS and not kinds & RANK_FAULTS:
+                self._group.restore()
+        if fault.kind in _ON_THE_WIRE:
+            self._set_wire_fault(self._active_wire_fault())
+        if FaultKind.PARTITION not in kinds and self._reconnected is not None:
+            self._reconnected.set()
+            self._reconnected = None
+
+    def _set_pace(self) -> None:
+        """Apply the slowness of the last active fault for each kind of step."""
+        prefill = decode = 1.0
+        for fault in self._active:
+            if fault.kind is FaultKind.SLOW:
+                prefill = prefill if fault.only == "decode" else fault.factor
+                decode = decode if fault.only == "prefill" else fault.factor
+        self._group.slow_prefill, self._group.slow_decode = prefill, decode
+
+    def _active_wire_fault(self) -> Fault | None:
+        """Return the fault of the connection that began last and is still active."""
+        active = [other for other in self._active if other.kind in _ON_THE_WIRE]
+        if not active:
+            return None
+        return Fault(FaultKind.WIRE_STALL) if active[-1].kind in _STALLING else active[-1]
+
+    def _set_wire_fault(self, fault: Fault | None) -> None:
+        if self._wires is not None:
+            self._wires.harm(fault)

@@ -1,0 +1,132 @@
+"""FaultyRelay: a TCP relay before a group's agent that injects faults into the bytes.
+
+It does not parse what it relays: it flips a byte, cuts, repeats, or stalls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from mockgpu.fault_grammar import Fault, FaultKind
+
+
+class BadWire:
+    """Listens before an agent. Sole owner of the relayed connections. `fault`: the active one."""
+
+    def __init__(self, host: str) -> None:
+        self.fault: Fault | None = None
+        self.port = 0
+        self._host = host
+        self._target = ("", 0)
+        self._server: asyncio.Server | None = None
+        self._ends: set[End] = set()
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen for the agent at this address. Raises OSError if no port is free."""
+        self._target = (host, port)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: End(self, self._dial), self._host, self.port
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        """Stop listening, and cut all connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for end in list(self._ends):
+            end.abort()
+
+    def set(self, fault: Fault | None) -> None:
+        """Apply a fault from now on; None: heal, and relay what was held back."""
+        self.fault = fault
+        if fault is None:
+            for end in list(self._ends):
+                end.resume()
+
+    def joined(self, end: End) -> None:
+        self._ends.add(end)
+
+    def left(self, end: End) -> None:
+        self._ends.discard(end)
+
+    def _dial(self, end: End) -> None:
+        """Connect the far side of an accepted connection."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(loop.create_connection(lambda: End(self, None, end), *self._target))
+        task.add_done_callback(
+            lambda done: end.abort() if done.cancelled() or done.exception() else None
+        )
+
+
+class End(asyncio.Protocol):
+    """One side of a relayed connection. `dial` opens the other side; else `other` is it."""
+
+    def __init__(
+        self, wire: BadWire, dial: Callable[[End], None] | None, other: End | None = None
+    ) -> None:
+        self._wire, self._dial, self._other = wire, dial, other
+        self._transport: asyncio.Transport | None = None
+        self._waiting: list[bytes] = []
+        self._carried = 0
+        self._last = b""
+        self._lost = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._wire.joined(self)
+        if self._dial is not None:
+            self._dial(self)
+        elif (
+            self._other is not None and self._other._lost
+        ):  # it closed while this side was being dialled
+            self.abort()
+        elif self._other is not None:
+            self._other._other = self
+            self._other.resume()
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is None or self._other._transport is None or self._stalled():
+            self._waiting.append(data)
+            return
+        self._relay_bytes(data, self._other._transport)
+
+    def resume(self) -> None:
+        """Relay what had to wait."""
+        waiting, self._waiting = self._waiting, []
+        for data in waiting:
+            self.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._wire.left(self)
+        if self._other is not None:
+            self._other.abort()
+
+    def abort(self) -> None:
+        """Break the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _stalled(self) -> bool:
+        return self._wire.fault is not None and self._wire.fault.kind is FaultKind.WIRE_STALL
+
+    def _relay_bytes(self, data: bytes, onward: asyncio.Transport) -> None:
+        """Relay bytes. The fault starts after the first `after` KiB."""
+        fault, carried_before = self._wire.fault, self._carried
+        self._carried += len(data)
+        if fault is not None and self._carried > fault.after * 1024:
+            offset = max(0, fault.after * 1024 - carried_before)
+            if fault.kind is FaultKind.WIRE_CORRUPT:
+                data = data[:offset] + bytes([data[offset] ^ 0x40]) + data[offset + 1 :]
+            elif fault.kind is FaultKind.WIRE_CUT:
+                onward.write(data[:offset])
+                self.abort()
+                return
+            elif fault.kind is FaultKind.WIRE_REPLAY:
+                data = data + (self._last or data)
+        self._last = data[:65_536]
+        onward.write(data)

@@ -1,0 +1,330 @@
+"""KvHandoff: sends and receives the KV of a group's jobs through an agent of kvtransfer.
+
+Sole owner of the group's offers and landings. A job's leg (mockgpu/leg_params.py) says what to do, and the
+scheduler owns its blocks. Runs on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from kvtransfer.protocol.outcomes import End, Reason, end
+from mockgpu.blocks import blocks_for
+from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
+from mockgpu.handoff.link_speed import Link
+from mockgpu.handoff.stats import Tally
+from mockgpu.job import Job, State
+from mockgpu.leg_params import Answering, Give, Offered, Take
+from mockgpu.scheduler import Scheduler
+
+# How long a decline waits for an offer that is known by name only and may never come. It is then
+# cancelled. The other agent remembers that, and ends a later offer at once.
+DECLINING_S = 1.0
+
+
+class Owner(Protocol):
+    """The group that owns this object."""
+
+    scheduler: Scheduler
+
+    def wake(self) -> None:
+        """Resume computing, because something may have changed."""
+        ...
+
+    def fail(self, job: Job, why: str) -> None:
+        """Fail a job whose KV is lost and is not recomputed."""
+        ...
+
+    def taken(self, job: Job, end: End) -> None:
+        """Answer a prefill leg that waited for its KV to be fetched."""
+        ...
+
+
+class Directory(Protocol):
+    """Finds the agents of prefill groups."""
+
+    async def address(self, take: Take) -> str:
+        """Return the agent's address. Raises UnknownPeerError."""
+        ...
+
+    def forget(self, take: Take) -> None:
+        """Drop an address that did not work."""
+        ...
+
+    async def renew(self, take: Take) -> str | None:
+        """Extend a lease. Returns the new ticket; None: it is too late."""
+        ...
+
+
+class UnknownPeerError(Exception):
+    """The address of the group that has the KV is unknown."""
+
+
+class Desk:
+    """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports ends."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        agent: AgentPort,
+        directory: Directory,
+        link: Link,
+        recompute: bool = False,
+        lease_s: float = 30.0,
+        connector: str = "nixl",
+    ) -> None:
+        """Create it for one start of an engine.
+
+        link        paces what arrives
+        recompute   whether to compute KV that does not arrive; else the job fails
+        lease_s     how long KV is kept here, and assumed to be kept elsewhere
+        connector   name of the connector in metrics
+        """
+        self.agent = agent
+        self.tally = Tally(connector)
+        self._owner = owner
+        self._directory = directory
+        self._link = link
+        self._recompute = recompute
+        self._lease_s = lease_s
+        self._offers: dict[Job, OfferPort] = {}
+        self._landings: dict[Job, LandingPort] = {}
+        self._renewal_timers: dict[Job, asyncio.TimerHandle] = {}
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def under_way(self) -> int:
+        """The number of offers, landings and declines that have not ended."""
+        return len(self._tasks)
+
+    def lines(self, labels: str) -> Iterator[str]:
+        """Yield the metrics of transfers and leases."""
+        yield from self.tally.lines(labels)
+        stats = self.agent.figures()
+        yield "# TYPE mock:kv_leases gauge"
+        for state, count in stats["leases"].items():
+            yield f'mock:kv_leases{{{labels},state="{state}"}} {count}'
+        yield "# TYPE mock:kv_unclaimed_seconds counter"
+        yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
+
+    def giving(self, job: Job) -> bool | None:
+        """Return whether KV is being sent; None once this job's offer has ended."""
+        if job not in self._offers:
+            return None
+        leases = self.agent.figures()["leases"]
+        return bool(leases["claimed"] + leases["moving"])
+
+    def taking(self, job: Job) -> bool | None:
+        """Return whether KV is being received; None once this job does not wait for any."""
+        if job.state is not State.FETCHING:
+            return None
+        return bool(self.agent.figures()["reservations"]["moving"])
+
+    def lose(self, job: Job) -> None:
+        """Revoke the KV just offered, as if it had been evicted."""
+        self._offers[job].revoke()
+
+    def offer(self, job: Job) -> Offered:
+        """Offer the prompt's KV of a job that has ended and kept its blocks."""
+        give = job.leg
+        assert isinstance(give, Give)
+        blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
+        offer = self._offers[job] = self.agent.offer(
+            give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.public
+        )
+        self._spawn(self._follow_offer(job, give, offer))
+        return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
+
+    def renew(self, name: str, ticket: str) -> str | None:
+        """Extend an offer to two thirds of a lease from now.
+
+        Returns the new ticket; None: no such offer.
+        """
+        offer = next(
+            (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None
+        )
+        return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
+
+    def queued(self, job: Job) -> None:
+        """Start renewing the lease of a job that may have to wait for blocks."""
+        if isinstance(job.leg, Take) and job.leg.renew and not job.leg.parked:
+            # Six times per lease, as vLLM's heartbeats.
+            self._renewal_timers[job] = asyncio.get_running_loop().call_later(
+                self._lease_s / 6, self._on_renewal_due, job
+            )
+
+    def _on_renewal_due(self, job: Job) -> None:
+        del self._renewal_timers[job]
+        self._spawn(self._renew_lease(job))
+
+    async def _renew_lease(self, job: Job) -> None:
+        """Renew the lease of a job that is still queued."""
+        assert isinstance(job.leg, Take)
+        ticket = await self._directory.renew(job.leg)
+        if ticket is not None and job.cached < 0 and job.state is State.WAITING:
+            job.leg = msgspec.structs.replace(job.leg, ticket=ticket)
+            self.queued(job)
+
+    def _stop_renewing(self, job: Job) -> None:
+        timer = self._renewal_timers.pop(job, None)
+        if timer is not None:
+            timer.cancel()
+
+    def fetch(self, job: Job) -> None:
+        """Fetch the KV of an admitted job. If all of it is cached here, only free the sender's."""
+        take = job.leg
+        assert isinstance(take, Take)
+        self._stop_renewing(job)
+        if take.parked:
+            return
+        if job.state is State.FETCHING:
+            self._spawn(self._follow_landing(job, take))
+        else:
+            job.cached = job.cached if take.cached is None else take.cached
+            self.decline(take)
+
+    def gone(self, job: Job) -> None:
+        """Stop the transfers of an aborted job, and free the other side."""
+        self._stop_renewing(job)
+        if job in self._landings:
+            self._landings[job].cancel()
+        elif isinstance(job.leg, Take) and job.cached < 0:
+            # Never admitted, so its KV was never fetched.
+            self.decline(job.leg)
+        if (
+            job in self._offers
+            and isinstance(job.leg, Give)
+            and job.leg.answering is Answering.WHEN_TAKEN
+        ):
+            self._offers[job].revoke()
+        if isinstance(job.leg, Take) and job.leg.parked:
+            self._free(job)
+
+    def decline(self, take: Take) -> None:
+        """Tell the sender that this KV will not be fetched, so that it frees it."""
+        if not take.parked and not self._closed:
+            self._spawn(self._decline(take))
+
+    def drop_all(self) -> None:
+        """End all offers and landings, because the engine died."""
+        for job in list(self._renewal_timers):
+            self._stop_renewing(job)
+        for offer in list(self._offers.values()):
+            offer.revoke()
+        for landing in list(self._landings.values()):
+            landing.cancel()
+
+    async def close(self) -> None:
+        """End everything, and wait until every block belongs to the engine again."""
+        self._closed = True
+        self.drop_all()
+        await self.agent.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow_offer(self, job: Job, give: Give, offer: OfferPort) -> None:
+        """Follow an offer until its blocks are free."""
+        try:
+            outcome = await offer.ended()
+            self.tally.given(outcome)
+            if outcome.landed:
+                await self._link.pass_by(job.prompt_tokens)
+        finally:
+            del self._offers[job]
+            self._free(job)
+        if give.answering is Answering.WHEN_TAKEN:
+            self._owner.taken(job, outcome)
+
+    async def _follow_landing(self, job: Job, take: Take) -> None:
+        """Follow a landing until the job can continue or its blocks are free."""
+        started_s = asyncio.get_running_loop().time()
+        try:
+            outcome = await self._fetch_and_wait(job, take)
+            if outcome.landed:
+                await self._link.pass_by(job.prompt_tokens - job.cached)
+            else:
+                self._directory.forget(take)
+            self.tally.took(outcome, asyncio.get_running_loop().time() - started_s)
+            if job.state is State.FETCHING:
+                self._continue_job(job, take, outcome)
+        finally:
+            # Free blocks that the job no longer uses: nothing writes to them now.
+            self._free(job)
+
+    def _continue_job(self, job: Job, take: Take, outcome: End) -> None:
+        """Continue the job with its KV, or without it as configured."""
+        if outcome.landed:
+            self._owner.scheduler.landed(
+                job, job.prompt_tokens - 1 if take.cached is None else take.cached
+            )
+        elif self._recompute:
+            self._owner.scheduler.recompute(job)
+        else:
+            self._owner.fail(job, f"KV load failed: {outcome.reason}")
+
+    async def _fetch_and_wait(self, job: Job, take: Take) -> End:
+        """Fetch, and wait for the end. Afterwards nothing writes to the job's blocks."""
+        try:
+            address = await self._directory.address(take)
+        except UnknownPeerError as error:
+            return unreachable(str(error))
+        if job.state is not State.FETCHING:
+            self.decline(take)
+            return unreachable("aborted before it began")
+        if self._closed:
+            return unreachable("the engine is going down")
+        landing = self._landings[job] = self.agent.fetch(
+            address,
+            take.name,
+            job.blocks,
+            job.prompt_tokens,
+            ticket=take.ticket,
+            skip_tokens=job.cached,
+            timeout_s=take.wait_s,
+        )
+        try:
+            return await landing.ended()
+        finally:
+            del self._landings[job]
+
+    async def _decline(self, take: Take) -> None:
+        try:
+            address = await self._directory.address(take)
+        except UnknownPeerError:
+            return
+        if self._closed:
+            return
+        # The memory has one block more than the scheduler knows. Fetching a single token into it
+        # frees the sender.
+        spare_block = [self._owner.scheduler.pool.total]
+        landing = self.agent.fetch(
+            address, take.name, spare_block, 1, ticket=take.ticket, timeout_s=take.wait_s
+        )
+        cancel_timer = (
+            None
+            if take.ticket
+            else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
+        )
+        await landing.ended()
+        if cancel_timer is not None:
+            cancel_timer.cancel()
+
+    def _free(self, job: Job) -> None:
+        self._owner.scheduler.let_go(job)
+        self._owner.wake()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def unreachable(detail: str) -> End:
+    """Return the outcome of a transfer that never began."""
+    return end(Reason.UNREACHABLE, detail=detail)

@@ -1,0 +1,58 @@
+"""Counters of a group's transfers, under its vLLM connector's names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvtransfer.protocol.outcomes import End, How
+from mockgpu.histogram import Histogram
+
+XFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
+
+
+class Tally:
+    """Counters of one group, as sender and receiver. `connector`: nixl or mooncake."""
+
+    def __init__(self, connector: str) -> None:
+        self._name = f"vllm:{connector}"
+        self.xfer_s = Histogram(XFER_BUCKETS)
+        self.xfer_bytes = Histogram(BYTES_BUCKETS)
+        self.failed = 0
+        self.expired = 0
+        self.given_ends: Counter[str] = Counter()
+        self.took_ends: Counter[str] = Counter()
+
+    def given(self, end: End) -> None:
+        """Count the end of an offer."""
+        self.given_ends[end.reason] += 1
+        self.expired += end.how is How.EXPIRED
+
+    def took(self, end: End, seconds: float) -> None:
+        """Count the end of a landing, `seconds` after it was requested."""
+        self.took_ends[end.reason] += 1
+        if end.landed:
+            self.xfer_s.observe(seconds)
+            self.xfer_bytes.observe(end.n_bytes)
+        elif end.how is not How.CANCELLED:
+            self.failed += 1
+
+    def lines(self, labels: str) -> Iterator[str]:
+        """Yield the metrics."""
+        for name, histogram in (
+            (f"{self._name}_xfer_time_seconds", self.xfer_s),
+            (f"{self._name}_bytes_transferred", self.xfer_bytes),
+        ):
+            yield f"# TYPE {name} histogram"
+            yield from histogram.lines(name, labels)
+        for name, value in (
+            (f"{self._name}_num_failed_transfers", self.failed),
+            (f"{self._name}_num_kv_expired_reqs", self.expired),
+        ):
+            yield f"# TYPE {name} counter"
+            yield f"{name}_total{{{labels}}} {value}"
+        for name, ends in (("mock:kv_given", self.given_ends), ("mock:kv_taken", self.took_ends)):
+            yield f"# TYPE {name} counter"
+            for reason, count in sorted(ends.items()):
+                yield f'{name}_total{{{labels},end="{reason}"}} {count}'

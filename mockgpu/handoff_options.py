@@ -1,0 +1,61 @@
+"""Transfer: the options of a group that transfers KV."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from kvtransfer.util.tls_files import TlsFiles
+
+DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+KEY = "penstock-mock"
+DEFAULT_SCALE = 1 / 256
+TRANSPORTS = ("auto", "tcp", "shm", "inproc")
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """How one group transfers KV.
+
+    port             of its agent; 0: any free one
+    key              the secret that the agents of a fleet share
+    scale            real bytes per byte of the model's KV
+    gbps             link speed in gigabits per second for the unscaled KV; inf: no pacing
+    lease_s          how long KV of a pull dialect is kept without a heartbeat
+    wait_s           how long both sides of a push dialect wait; None: as the engine does
+    recompute        whether a decode group computes KV that does not arrive; else the request fails
+    version          of the engine: format of its objects, and compatibility
+    wire_faults      peers connect through a relay that can inject faults (tcp only)
+    bootstrap_port   of a prefill group's bootstrap server (Mooncake, SGLang); 0: any free one
+    tls              certificates for its TCP links; None: no TLS
+    """
+
+    dialect: str = "vllm_nixl"
+    transport: str = "auto"
+    port: int = 0
+    key: str = KEY
+    scale: float = DEFAULT_SCALE
+    gbps: float = inf
+    lease_s: float = 30.0
+    wait_s: float | None = None
+    recompute: bool = False
+    version: tuple[int, int] = (0, 33)
+    bootstrap_port: int = 0
+    wire_faults: bool = False
+    tls: TlsFiles | None = None
+
+    def checked(self) -> Transfer:
+        """Return itself. Raises ValueError for an invalid option."""
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"unknown transport {self.transport!r}: known are {', '.join(TRANSPORTS)}"
+            )
+        if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
+            raise ValueError("kv scale must be in (0, 1], link speed and lease positive")
+        if self.wait_s is not None and not self.wait_s > 0:
+            raise ValueError(f"the handoff timeout must be positive, not {self.wait_s}")
+        if self.tls is not None and self.transport not in ("auto", "tcp"):
+            raise ValueError(f"TLS needs transport tcp or auto, not {self.transport}")
+        return self

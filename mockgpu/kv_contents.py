@@ -1,0 +1,80 @@
+"""The content of a mock group's KV cache: bytes derived from the tokens, and a check of them.
+
+Every token has a state, a 64-bit word that depends on all tokens up to it. Every slot of the cache
+(layer, key or value, head, position in the head) has a mask. A cached word is state XOR mask. So
+equal prompts have equal bytes in any layout, and a word that is misplaced, of another prompt or
+flipped yields another state. Not here: ownership of the memory (mockgpu/kv_memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from mockgpu.blocks import BLOCK_TOKENS, blocks_for
+from mockgpu.handoff_options import DEFAULT_SCALE
+from mockgpu.model_shapes import Llm
+from mockgpu.text import token_count
+
+Words = NDArray[np.uint64]
+
+WORD_BYTES = 8
+SCALARS_PER_WORD = 4
+
+# Odd constants of splitmix64: multiplication by them is a bijection on 64 bits.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(words: Words) -> Words:
+    """Apply splitmix64's finaliser, a bijection that spreads every input bit."""
+    words = (words ^ (words >> np.uint64(30))) * _MIX_A
+    words = (words ^ (words >> np.uint64(27))) * _MIX_B
+    return words ^ (words >> np.uint64(31))
+
+
+def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout:
+    """Return the model's cache layout with about `scale` of its bytes.
+
+    Heads get thinner first, then layers fewer. Heads, ranks, dtype and MLA stay, so that resharding
+    is realistic. Raises ValueError for a scale outside (0, 1], or ranks that do not fit the heads.
+    """
+    if not 0 < scale <= 1:
+        raise ValueError(f"kv scale {scale} is not in (0, 1]")
+    heads = model.shardable_kv
+    full = model.kv_scalars if model.mla else model.kv_scalars // (2 * heads)
+    dim = max(1, round(full * scale / SCALARS_PER_WORD)) * SCALARS_PER_WORD
+    layers = min(model.layers, max(2, round(model.layers * scale * full / dim)))
+    return KvLayout(layers, heads, dim, KvDtype.BF16, BLOCK_TOKENS, tp, model.mla)
+
+
+def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
+    """Return the state of each token, shape [tokens].
+
+    `keys` are the chained keys of at least its full blocks (text.py). Within a block, a state is a
+    running sum of mixed (token, position), starting from the key of everything before.
+    """
+    n = token_count(tokens)
+    blocks = blocks_for(n)
+    ids = np.zeros(blocks * BLOCK_TOKENS, np.uint64)
+    ids[:n] = np.frombuffer(tokens, np.uint32)
+    before = np.zeros(blocks, np.uint64)
+    before[1:] = np.array(keys[: blocks - 1], np.uint64)
+    places = np.arange(1, BLOCK_TOKENS + 1, dtype=np.uint64) << np.uint64(32)
+    sums = np.cumsum(_mix(ids.reshape(blocks, BLOCK_TOKENS) + places), axis=1, dtype=np.uint64)
+    states: Words = _mix(sums + _mix(before + _GOLDEN)[:, None]).reshape(-1)[:n]
+    return states
+
+
+def slot_masks(layout: KvLayout) -> Words:
+    """Return the mask of every slot of the model (not of a rank).
+
+    Shape: [layers, 2 (1 with MLA), kv heads, words per head].
+    """
+    shape = (layout.layers, layout.parts, layout.kv_heads, layout.row_bytes // WORD_BYTES)
+    numbers = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint64)
+    return _mix(numbers * _GOLDEN).reshape(shape)

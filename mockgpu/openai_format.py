@@ -1,0 +1,314 @@
+"""vLLM's response format: stream chunks, whole responses, usage, logprobs.
+
+A plain token of a stream is not encoded: its four characters go between two byte strings that are
+built once per choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mockgpu.choice import Choice
+from mockgpu.request_parser import Ask
+from mockgpu.text import TOKEN_BYTES, token_count, token_ids
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+def event(payload: object) -> bytes:
+    """Return one server-sent event."""
+    return b"data: %s\n\n" % _encode(payload)
+
+
+def framed(data: bytes) -> bytes:
+    """Return one HTTP/1.1 chunk."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def usage(ask: Ask, output_tokens: int, cached: int | None) -> dict[str, Any]:
+    """Return the usage object. `cached` None: the engine does not report prompt token details."""
+    details = None if cached is None else {"cached_tokens": cached}
+    return {
+        "prompt_tokens": ask.prompt_tokens,
+        "total_tokens": ask.prompt_tokens + output_tokens,
+        "completion_tokens": output_tokens,
+        "prompt_tokens_details": details,
+    }
+
+
+def cached_tokens(choices: list[Choice], n: int) -> int:
+    """Return the cached prompt tokens, counting each prompt once (by its first choice)."""
+    return sum(max(0, choice.job.cached) for choice in choices[::n])
+
+
+def _token_logprob(token: bytes) -> dict[str, Any]:
+    """Return an invented but deterministic log probability of a token."""
+    return {
+        "token": token.decode("latin-1"),
+        "logprob": -(sum(token) % 64) / 64,
+        "bytes": list(token),
+    }
+
+
+def _chat_logprobs(ask: Ask, tokens: bytes) -> dict[str, Any] | None:
+    if not ask.wants_logprobs:
+        return None
+    content = []
+    for i in range(0, len(tokens), TOKEN_BYTES):
+        entry = _token_logprob(tokens[i : i + TOKEN_BYTES])
+        content.append(entry | {"top_logprobs": [entry] * min(1, ask.body.top_logprobs or 0)})
+    return {"content": content}
+
+
+def _completion_logprobs(ask: Ask, tokens: bytes, offset: int) -> dict[str, Any] | None:
+    if not ask.wants_logprobs:
+        return None
+    entries = [
+        _token_logprob(tokens[i : i + TOKEN_BYTES]) for i in range(0, len(tokens), TOKEN_BYTES)
+    ]
+    return {
+        "text_offset": list(range(offset, offset + len(tokens), TOKEN_BYTES)),
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "tokens": [entry["token"] for entry in entries],
+        "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
+    }
+
+
+def _arguments(choice: Choice) -> str:
+    """Return the arguments of a forced tool call: valid JSON around the words."""
+    return '{"words":"' + choice.text + '"}'
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """Additional members of a prefill leg's response: at the top level, and in its choice."""
+
+    beside: dict[str, Any] = {}
+    inside: dict[str, Any] = {}
+
+
+NO_EXTRAS = Extras()
+
+
+def whole(
+    ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS
+) -> bytes:
+    """Return the body of a non-streaming response."""
+    output_tokens = sum(choice.output_tokens for choice in choices)
+    build = _whole_chat_choice if ask.chat else _whole_completion_choice
+    return _encode(
+        {
+            "id": ask.id,
+            "object": "chat.completion" if ask.chat else "text_completion",
+            "created": created,
+            "model": ask.model,
+            "choices": [build(ask, choice) | extras.inside for choice in choices],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": usage(ask, output_tokens, cached),
+            "kv_transfer_params": None,
+        }
+        | _prompt_ids(ask)
+        | extras.beside
+    )
+
+
+def _prompt_ids(ask: Ask) -> dict[str, Any]:
+    """Return the prompt's ids, if a chat requested them (vLLM 0.10 and later)."""
+    return (
+        {"prompt_token_ids": token_ids(ask.prompts[0])}
+        if ask.chat and ask.body.return_token_ids
+        else {}
+    )
+
+
+def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text,
+        "refusal": None,
+        "tool_calls": [],
+    }
+    if ask.tool is not None:
+        function = {"name": ask.tool, "arguments": _arguments(choice)}
+        message["content"] = ""
+        message["tool_calls"] = [
+            {"id": _call_id(ask, choice), "type": "function", "function": function}
+        ]
+    return {
+        "index": choice.index,
+        "message": message,
+        "logprobs": _chat_logprobs(ask, choice.tokens),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
+    }
+
+
+def _whole_completion_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
+    echoed = choice.prompt.decode("utf-8", "replace") if ask.body.echo else ""
+    return {
+        "index": choice.index,
+        "text": echoed + choice.text,
+        "logprobs": _completion_logprobs(ask, choice.tokens, len(echoed)),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "token_ids": token_ids(choice.tokens) if ask.body.return_token_ids else None,
+        "prompt_token_ids": token_ids(choice.prompt) if ask.body.return_token_ids else None,
+        "prompt_logprobs": None,
+    }
+
+
+def _call_id(ask: Ask, choice: Choice) -> str:
+    return f"chatcmpl-tool-{ask.id.rpartition('-')[2][:24]}-{choice.index}"
+
+
+class Chunks:
+    """The events of one streamed choice, in order, as HTTP chunks."""
+
+    __slots__ = (
+        "_ask",
+        "_choice",
+        "_created",
+        "_has_sent_prompt_ids",
+        "_head",
+        "_plain",
+        "_tail",
+        "made",
+    )
+
+    def __init__(self, ask: Ask, choice: Choice, created: int) -> None:
+        self._ask = ask
+        self._choice = choice
+        self._created = created
+        self.made = 0
+        self._has_sent_prompt_ids = False
+        options = ask.body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        self._plain = ask.tool is None and not (
+            ask.wants_logprobs or continuous or ask.body.return_token_ids
+        )
+        self._head, self._tail = self._template() if self._plain else (b"", b"")
+
+    def _template(self) -> tuple[bytes, bytes]:
+        """Return what surrounds a plain token: a rendered event, split where the token goes."""
+        mark = b"\x00" * TOKEN_BYTES
+        rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
+        head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
+        return head, tail
+
+    def next(self, cached: int | None) -> bytes:
+        """Return the event or events of the next token."""
+        choice, start = self._choice, self.made * TOKEN_BYTES
+        self.made += 1
+        end = start + TOKEN_BYTES
+        last = self.made == choice.output_tokens
+        if self._plain and self.made > 1 and not last and end <= len(choice.text):
+            return self._head + choice.tokens[start:end] + self._tail
+        first = self._opening(cached) if self.made == 1 else b""
+        reason = choice.finish_reason if last else None
+        piece, token = choice.text[start:end], choice.tokens[start:end]
+        return first + framed(self._event(self._delta(piece, last), reason, token, cached))
+
+    def _opening(self, cached: int | None) -> bytes:
+        """Return what precedes the first token: the role (chat), the echoed prompt, or nothing."""
+        if self._ask.chat:
+            return framed(self._event({"role": "assistant", "content": ""}, None, b"", cached))
+        if self._ask.body.echo:
+            return framed(
+                self._event(self._choice.prompt.decode("utf-8", "replace"), None, b"", cached)
+            )
+        return b""
+
+    def _delta(self, piece: str, last: bool = False) -> dict[str, Any] | str:
+        if not self._ask.chat:
+            return piece
+        if self._ask.tool is None:
+            return {"content": piece}
+        first = self.made <= 1
+        arguments = ('{"words":"' if first else "") + piece + ('"}' if last else "")
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": arguments}}
+        if first:
+            call |= {"id": _call_id(self._ask, self._choice), "type": "function"}
+            call["function"]["name"] = self._ask.tool
+        return {"tool_calls": [call]}
+
+    def _event(
+        self, delta: dict[str, Any] | str, reason: str | None, token: bytes, cached: int | None
+    ) -> bytes:
+        ask, offset = self._ask, max(0, self.made - 1) * TOKEN_BYTES
+        part: dict[str, Any] = {"index": self._choice.index}
+        beside: dict[str, Any] = {}
+        if ask.body.return_token_ids:
+            part["token_ids"] = token_ids(token) or None
+            if not self._has_sent_prompt_ids:
+                self._has_sent_prompt_ids = True
+                (beside if ask.chat else part)["prompt_token_ids"] = token_ids(self._choice.prompt)
+        if ask.chat:
+            part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
+        else:
+            part |= {
+                "text": delta,
+                "logprobs": _completion_logprobs(ask, token, offset) if token else None,
+            }
+        part["finish_reason"] = reason
+        if reason is not None:
+            part["stop_reason"] = self._choice.stop_reason
+        return event(
+            chunk(ask, self._created, [part])
+            | beside
+            | self._running_usage(self.made if token else 0, cached)
+        )
+
+    def _running_usage(self, output_tokens: int, cached: int | None) -> dict[str, Any]:
+        options = self._ask.body.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {
+            "usage": usage(self._ask, output_tokens, cached)
+            if options.continuous_usage_stats
+            else None
+        }
+
+
+def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one chunk object of a stream."""
+    kind = "chat.completion.chunk" if ask.chat else "text_completion"
+    return {
+        "id": ask.id,
+        "object": kind,
+        "created": created,
+        "model": ask.model,
+        "choices": choices,
+    }
+
+
+def closing(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> bytes:
+    """Return the end of a successful stream as HTTP chunks: usage if requested, then [DONE]."""
+    options = ask.body.stream_options
+    if options is None or not options.include_usage:
+        return framed(DONE)
+    output_tokens = sum(choice.output_tokens for choice in choices)
+    return framed(
+        event(chunk(ask, created, []) | {"usage": usage(ask, output_tokens, cached)})
+    ) + framed(DONE)
+
+
+def failing(body: bytes) -> bytes:
+    """Return the end of a failed stream as HTTP chunks: the error event, then [DONE]."""
+    return framed(b"data: %s\n\n" % body) + framed(DONE)
+
+
+def tokenized(prompt: bytes, context: int) -> bytes:
+    """Return the response of /tokenize."""
+    return _encode(
+        {
+            "count": token_count(prompt),
+            "max_model_len": context,
+            "tokens": token_ids(prompt),
+            "token_strs": None,
+        }
+    )

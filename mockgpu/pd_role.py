@@ -1,0 +1,301 @@
+"""PdRole: everything that makes a group one half of split requests.
+
+That is its KV memory, agent, KvHandoff and dialect. It stops with the group's ranks. It starts with
+them again as a new engine: new identity, new agent, no offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvtransfer.agent import Agent
+from kvtransfer.contract import Transport, TransportError
+from kvtransfer.transports.inproc import Inproc, Wire
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.clock import ThreadClock
+from kvtransfer.util.options import Options
+from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.group import TpGroup
+from mockgpu.handoff.bootstrap import Bootstrap, Resolver
+from mockgpu.handoff.contract import Dialect, Here
+from mockgpu.handoff.faulty_link import BadWire
+from mockgpu.handoff.kv_handoff import Desk
+from mockgpu.handoff.link_speed import Link
+from mockgpu.handoff.mooncake import ABORT_S, Mooncake
+from mockgpu.handoff.sglang import BOOTSTRAP_S, Sglang
+from mockgpu.handoff.trtllm import HOLD_S, Trtllm
+from mockgpu.handoff.vllm_nixl import VllmNixl
+from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPush
+from mockgpu.handoff_options import Transfer
+from mockgpu.kv_contents import scaled_layout
+from mockgpu.kv_memory import KvMemory
+from mockgpu.leg_params import Take
+from mockgpu.request_parser import Body, MalformedHandoffError, Reading
+
+# A pull that is not refused at once is in progress; only a silent peer ends it earlier.
+PULL_S = 30.0
+
+
+class ProcessWire(Wire):
+    """The wire between the agents of one process, with its own clock."""
+
+    def __init__(self) -> None:
+        self._own = ThreadClock("kv-wire")
+        super().__init__(self._own)
+
+    def close(self) -> None:
+        """Stop all transfers on this wire."""
+        self._own.close()
+
+
+class Half:
+    """Sole owner of a group's memory, agent, KvHandoff and bootstrap server.
+
+    `wire` connects the agents of one process if the transport is inproc.
+    """
+
+    def __init__(
+        self, group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None = None
+    ) -> None:
+        spec = group.spec
+        self.group = group
+        self.transfer = transfer
+        self.dialect, self._wait_s = _dialect(transfer)
+        self.here = Here(
+            "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
+        )
+        # One block more than the scheduler has: declined KV is fetched into it (mockgpu/handoff/kv_handoff.py).
+        blocks = group.scheduler.pool.total + 1
+        self.memory = KvMemory.create(
+            scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role
+        )
+        self.agent: Agent | None = None
+        self._wire = wire
+        self._host = host
+        self._starts = 0
+        self._bootstrap = Bootstrap(host, transfer.bootstrap_port, transfer.dialect, spec.tp)
+        self._resolver = Resolver()
+        self._relay = BadWire(host)
+        self._change_task: asyncio.Task[None] | None = None
+        group.attach(self.memory)
+        group.on_change = self._on_ranks_changed
+
+    @property
+    def bootstrap_url(self) -> str:
+        """The bootstrap server's URL; "" without one."""
+        return self._bootstrap.url
+
+    async def start(self) -> None:
+        """Start the engine.
+
+        On failure, raises OSError (a port is taken) and leaves nothing running.
+        """
+        try:
+            await self._start()
+        except OSError:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        spec, transfer = self.group.spec, self.transfer
+        self._starts += 1
+        name = f"{spec.role}-{secrets.token_hex(4)}"
+        agent = self.agent = await self._start_agent(name)
+        host, port = _host_and_port(agent.address)
+        if self.harmable:
+            await self._relay.start(host, port)
+            port = self._relay.port
+        self.here = Here(
+            name,
+            host,
+            port,
+            spec.tp,
+            spec.role,
+            transfer.version,
+            transfer.lease_s,
+            self._wait_s,
+            self._starts,
+            self.here.url,
+            transfer.transport if transfer.transport in ("tcp", "inproc") else "shm",
+        )
+        link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
+        connector = "mooncake" if transfer.dialect == "mooncake" else "nixl"
+        self.group.desk = Desk(
+            self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector
+        )
+        if spec.role != "decode" and self._bootstrap.wanted:
+            await self._bootstrap.start(self.here)
+
+    async def _start_agent(self, name: str) -> Agent:
+        """Return a listening agent.
+
+        On failure, raises OSError (its port is taken) and closes it.
+        """
+        transports = self._transports()
+        agent = Agent(
+            name,
+            self.memory.layout,
+            self.memory.regions,
+            key=hashlib.sha256(self.transfer.key.encode()).digest(),
+            transports=transports,
+            # On an inproc wire the agent's time stops with it.
+            clock=next(
+                (
+                    transport.agent_clock
+                    for transport in transports
+                    if isinstance(transport, Inproc)
+                ),
+                None,
+            ),
+            options=Options(
+                patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
+            ),
+        )
+        try:
+            await agent.start()
+        except TransportError as error:
+            await agent.close()
+            raise OSError(str(error)) from error
+        return agent
+
+    async def stop(self) -> None:
+        """Stop the engine. Afterwards every block belongs to the group again."""
+        desk, self.group.desk = self.group.desk, None
+        await self._bootstrap.stop()
+        self._relay.stop()
+        if desk is not None:
+            await desk.close()
+        elif self.agent is not None:  # the start failed after creating it
+            await self.agent.close()
+        self.agent = None
+
+    async def settled(self) -> None:
+        """Wait until the last change of the group's ranks has been applied."""
+        while self._change_task is not None and not self._change_task.done():
+            await asyncio.wait((self._change_task,))
+
+    async def close(self) -> None:
+        """Stop for good, and release the memory."""
+        await self.settled()
+        await self.stop()
+        await self._resolver.close()
+        self.memory.close()
+
+    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str) -> Reading:
+        """Return the leg of a request.
+
+        A malformed one is counted, and kills the engine if it would.
+
+        Raises MalformedHandoffError, or ApiError for what an engine merely refuses.
+        """
+        try:
+            reading = self.dialect.read(raw, body, headers, request_id, self.here)
+        except MalformedHandoffError as error:
+            self.group.metrics.malformed_handoffs += 1
+            if error.fatal:
+                self.group.lose_rank(0)
+            raise
+        if isinstance(reading.leg, Take) and reading.leg.parked:
+            self.group.metrics.malformed_handoffs += 1
+        return reading
+
+    @property
+    def harmable(self) -> bool:
+        """Whether peers reach the agent through the relay that can inject faults."""
+        return self.transfer.transport == "tcp" and self.transfer.wire_faults
+
+    def harm(self, fault: Fault | None) -> None:
+        """Apply a fault to the connection; None: heal."""
+        if self._wire is not None and self._starts and self.agent is not None:
+            stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
+            (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
+        self._relay.set(fault)
+
+    def served_at(self, url: str) -> None:
+        """Set the URL of the group's HTTP server."""
+        self.here = msgspec.structs.replace(self.here, url=url)
+
+    def told(self) -> dict[str, Any]:
+        """Return the members of the start-up line."""
+        return {
+            "dialect": self.dialect.name,
+            "agent": self.here.address,
+            "bootstrap": self.bootstrap_url,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the identity and what is held for others, for tests."""
+        stats = self.agent.figures() if self.agent is not None else {}
+        return {
+            "dialect": self.dialect.name,
+            "engine_id": self.here.engine_id,
+            "agent": self.here.address,
+            "bootstrap": self.bootstrap_url,
+            "transfers": self.group.desk.under_way if self.group.desk is not None else 0,
+            "leases": stats.get("leases"),
+            "reservations": stats.get("reservations"),
+        }
+
+    def _on_ranks_changed(self, alive: bool) -> None:
+        """Handle the loss or the return of the group's ranks."""
+        earlier = self._change_task
+        self._change_task = asyncio.ensure_future(self._apply_change(earlier, alive))
+
+    async def _apply_change(self, earlier: asyncio.Task[None] | None, alive: bool) -> None:
+        """Apply one change after the other.
+
+        If the port is taken, the engine stays down until its ranks return again.
+        """
+        if earlier is not None:
+            await asyncio.wait((earlier,))
+        if not alive:
+            await self.stop()
+        elif self.agent is None:
+            await self.start()
+
+    def _transports(self) -> list[Transport]:
+        """Return the transports: the first to be reached by, then alternatives for both ends."""
+        kind = self.transfer.transport
+        if kind == "inproc":
+            if self._wire is None:
+                raise ValueError("the inproc transport needs a wire")
+            return [Inproc(self._wire)]
+        # Agents are reached by TCP, the only address that engines' objects can carry. Shared memory
+        # is negotiated afterwards.
+        try:
+            tcp = Tcp(self._host, self.transfer.port, tls=self.transfer.tls)
+        except TransportError as error:  # unusable TLS files
+            raise ValueError(str(error)) from error
+        return [tcp] if kind == "tcp" else [tcp, Shm()]
+
+
+def _dialect(transfer: Transfer) -> tuple[Dialect, float]:
+    """Return the dialect, and how long its legs wait for each other by default."""
+    known: dict[str, tuple[Dialect, float]] = {
+        "vllm_nixl": (VllmNixl(), PULL_S),
+        "vllm_push": (VllmPush(), REGISTRATION_S),
+        "mooncake": (Mooncake(), ABORT_S),
+        "sglang": (Sglang(), BOOTSTRAP_S),
+        "trtllm": (Trtllm(), HOLD_S),
+    }
+    dialect, wait_s = known[transfer.dialect]
+    return dialect, wait_s if transfer.wait_s is None else transfer.wait_s
+
+
+def _family(model: str, transfer: Transfer) -> str:
+    """Return what the handshake of two engines compares: kind, version and model."""
+    kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
+    return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Split an agent's address as engines report it."""
+    host, _, port = address.rpartition(":" if ":" in address else "-")
+    return host, int(port)

@@ -1,0 +1,416 @@
+"""Request parsing as in vLLM's OpenAI server: JSON bytes in, a checked request or an ApiError out.
+
+Not here: responses (mockgpu/openai_format.py), or the text of prompts and answers (text.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from mockgpu.leg_params import Give, Take
+from mockgpu.text import render_chat, token_bytes, token_count
+
+MAX_PROMPTS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+# Answers are generated completely before the first token is sent, about 1 us per token on the event
+# loop. A longer answer would stop every group of the process for seconds.
+MOST_TOKENS_MADE_UP = 1 << 22
+
+# Fields and headers that tell one leg of a split request about the other. A gateway must not pass a
+# client's through. In a group that is no half of a pair, any of them is an upstream error.
+HANDOFF_FIELDS = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disaggregated_params",
+    "disagg_request_id",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+)
+HANDOFF_HEADERS = ("x-override-", "x-prefiller-")
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "Method Not Allowed",
+    413: "Request Entity Too Large",
+    500: "InternalServerError",
+    503: "Service Unavailable",
+}
+
+
+class ApiError(Exception):
+    """An error response in vLLM's format, with the status as code.
+
+    The body is `{"error": {message, type, param, code}}`.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    @property
+    def kind(self) -> str:
+        """The error type in vLLM's words."""
+        return _TYPES.get(self.status, "InternalServerError")
+
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+class MalformedHandoffError(ApiError):
+    """A request with unexpected or unusable handoff fields.
+
+    `fatal`: the real engine does not answer but dies (engines.md B.0).
+    """
+
+    def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
+        super().__init__(status, f"unexpected handoff in request: {what}", what)
+        self.fatal = fatal
+
+
+Kind = TypeVar("Kind")
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options` of a request."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    """The fields of a chat or completion request that are read or checked. Others are ignored."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[Any] | None = None
+    max_tokens: Positive | msgspec.UnsetType | None = msgspec.UNSET
+    max_completion_tokens: Positive | None = None
+    min_tokens: Natural = 0
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: bool | Natural | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    disaggregated_params: Any = None
+    disagg_request_id: Any = None
+    routed_dp_rank: Any = None
+    disagg_prefill_dp_rank: Any = None
+    return_token_ids: bool | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """The handoff fields of a request as its dialect interprets them.
+
+    leg         the leg that the request is; None: a whole request
+    prompt      the prompt as tokens, if the other leg has already rendered it
+    one_token   the engine stops this leg after its first token, whatever the request says
+    """
+
+    leg: Give | Take | None = None
+    prompt: bytes | None = None
+    one_token: bool = False
+
+
+NO_LEG = Reading()
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A checked request: one or more prompts as tokens, `n` choices of each, and how to answer."""
+
+    id: str
+    chat: bool
+    model: str
+    prompts: list[bytes]
+    n: int
+    limit: int
+    may_end: bool
+    body: Body
+    stops: tuple[str, ...]
+    tool: str | None
+    leg: Give | Take | None = None
+    one_token: bool = False
+
+    @property
+    def stream(self) -> bool:
+        """Whether the response is server-sent events."""
+        return bool(self.body.stream)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log probabilities (a completion's `logprobs: 0` means yes)."""
+        logprobs = self.body.logprobs
+        return bool(logprobs) if self.chat else logprobs is not None and logprobs is not False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(token_count(prompt) for prompt in self.prompts)
+
+
+def decoded(raw: bytes, kind: type[Kind]) -> Kind:
+    """Decode a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"1 validation error: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"JSON decode error: {error}") from None
+
+
+def check_rank(headers: Mapping[str, str]) -> None:
+    """Raise ApiError 400 for a data-parallel rank other than 0.
+
+    A value that is no integer is ignored.
+    """
+    rank = headers.get("X-data-parallel-rank", "0")
+    if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
+        raise ApiError(
+            400, f"data_parallel_rank {rank} is out of range [0, 1).", "data_parallel_rank"
+        )
+
+
+def request_name(headers: Mapping[str, str]) -> str:
+    """Return the client's X-Request-Id, or "".
+
+    Non-ASCII bytes are read as Latin-1, as in engines.
+    """
+    return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
+
+
+def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
+    """Raise MalformedHandoffError for fields or headers that only a P/D router may send."""
+    for field in HANDOFF_FIELDS:
+        if getattr(body, field) is not None:
+            raise MalformedHandoffError(field)
+    for name in headers:
+        if name.lower().startswith(HANDOFF_HEADERS):
+            raise MalformedHandoffError(name)
+
+
+def ask_of(
+    body: Body,
+    headers: Mapping[str, str],
+    chat: bool,
+    served: str,
+    context: int,
+    request_id: str,
+    reading: Reading = NO_LEG,
+) -> Ask:
+    """Check a request whose handoff fields have been read. Raises ApiError."""
+    check_rank(headers)
+    if body.model is not None and body.model != served:
+        raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
+    _check_combinations(body)
+    prompts = [reading.prompt] if reading.prompt is not None else _all_prompts(body, chat)
+    requested = _requested_tokens(body, chat)
+    limit = _limit(prompts, requested, context)
+    if body.min_tokens > limit:
+        raise ApiError(
+            400,
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
+        )
+    if isinstance(reading.leg, Take) and token_count(reading.leg.first) > limit:
+        raise ApiError(
+            400,
+            f"{token_count(reading.leg.first)} tokens exist already, but the limit is {limit}",
+        )
+    may_end = requested is None and not body.ignore_eos
+    if isinstance(reading.leg, Give) and not reading.one_token:
+        # The requested token may end the answer, unless at least one token is required.
+        may_end = not body.ignore_eos and not body.min_tokens
+    n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
+    if reading.one_token:
+        limit = 1
+    if not may_end and len(prompts) * n * limit > MOST_TOKENS_MADE_UP:
+        raise ApiError(
+            400,
+            f"this mock generates at most {MOST_TOKENS_MADE_UP} tokens per request",
+            "max_tokens",
+        )
+    return Ask(
+        request_id,
+        chat,
+        served,
+        prompts,
+        n,
+        limit,
+        may_end,
+        body,
+        stops,
+        tool,
+        reading.leg,
+        reading.one_token,
+    )
+
+
+def _all_prompts(body: Body, chat: bool) -> list[bytes]:
+    return [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
+
+
+def prompt_of(raw: bytes) -> bytes:
+    """Return the prompt of a /tokenize body, chat or completion, as tokens. Raises ApiError."""
+    body = decoded(raw, Body)
+    return render_chat(_chat_parts(body)) if body.messages is not None else _prompts(body.prompt)[0]
+
+
+def _check_combinations(body: Body) -> None:
+    """Refuse combinations that vLLM refuses although each field is valid."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "Stream options can only be defined when `stream=True`.", "stream_options"
+        )
+    if body.tools is not None and not body.tools:
+        raise ApiError(400, "`tools` must not be an empty list.", "tools")
+    if body.priority:
+        raise ApiError(400, "Got priority but priority scheduling is not enabled.", "priority")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(
+            400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs"
+        )
+    if "" in _stops(body):
+        raise ApiError(400, "stop cannot contain an empty string.", "stop")
+    if body.cache_salt is not None and (
+        not 0 < len(body.cache_salt) <= 128 or set(body.cache_salt) & set("@/\\\0")
+    ):
+        raise ApiError(
+            400, "cache_salt must be 1 to 128 characters without @ / \\ NUL.", "cache_salt"
+        )
+
+
+def _stops(body: Body) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _chat_parts(body: Body) -> dict[str, Any]:
+    if not body.messages:
+        raise ApiError(
+            400, "1 validation error: messages: field required and not empty", "messages"
+        )
+    if not all(isinstance(message.get("role"), str) for message in body.messages):
+        raise ApiError(400, "1 validation error: messages: each needs a role", "messages")
+    return {
+        "messages": body.messages,
+        "tools": body.tools,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+    }
+
+
+def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
+    """Return a completion's prompts from its four forms: text, ids, or a list of either."""
+    if not prompt:
+        raise ApiError(
+            400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+        )
+    many = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+    if len(many) > MAX_PROMPTS:
+        raise ApiError(400, f"at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
+    return [_one_prompt(part) for part in many]
+
+
+def _one_prompt(part: object) -> bytes:
+    if isinstance(part, str) and part:
+        return token_bytes(part)
+    ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)
+    if not ids or not isinstance(part, list):
+        raise ApiError(
+            400, "prompt must be text or token ids, or a list of one of these; none empty", "prompt"
+        )
+    return token_bytes(part)
+
+
+def _requested_tokens(body: Body, chat: bool) -> int | None:
+    """Return the requested token limit; None: as many as the context leaves.
+
+    That is a chat without a limit, or a completion with null. A completion without a limit gets 16.
+    """
+    if chat and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if body.max_tokens is msgspec.UNSET:
+        return None if chat else DEFAULT_COMPLETION_TOKENS
+    return body.max_tokens
+
+
+def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
+    """Return the token limit of each answer. Raises ApiError if it exceeds the context."""
+    longest = max(token_count(prompt) for prompt in prompts)
+    at_least = 1 if requested is None else requested
+    if longest + at_least > context:
+        message = (
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{at_least} output tokens and your prompt contains {longest} input tokens, for a "
+            f"total of {longest + at_least} tokens. Please reduce the length of the input prompt "
+            f"or the number of requested output tokens."
+        )
+        raise ApiError(400, message, "input_tokens")
+    return context - longest if requested is None else at_least
+
+
+def _forced_tool(body: Body) -> str | None:
+    """Return the tool that must be called: the named one, or the first if any is required."""
+    choice = body.tool_choice
+    names = [_function_name(tool) for tool in body.tools or ()]
+    if isinstance(choice, dict):
+        name = _function_name(choice)
+        if name is None or name not in names:
+            raise ApiError(
+                400,
+                "The tool specified in `tool_choice` does not match any of the specified `tools`",
+            )
+        return name
+    if choice == "required":
+        if not names or names[0] is None:
+            raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
+        return names[0]
+    return None
+
+
+def _function_name(tool: Mapping[str, Any]) -> str | None:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

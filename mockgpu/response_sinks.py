@@ -1,0 +1,161 @@
+"""Sinks that write one request's tokens to its socket, with the faults injected on the way.
+
+They write to the transport within the engine's step: no task and no await per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.job import Job
+from mockgpu.openai_format import Chunks, framed
+from mockgpu.request_parser import ApiError
+
+KEEP_ALIVE = framed(b": keep-alive\n\n")
+
+
+class Answer:
+    """One request's response: resolved when all choices have ended, or with the first error."""
+
+    __slots__ = ("_open", "done")
+
+    def __init__(self, choices: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._open = choices
+        self.done: asyncio.Future[ApiError | None] = loop.create_future()
+
+    def choice_ended(self) -> None:
+        """Count a completed choice."""
+        self._open -= 1
+        if not self._open and not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: ApiError) -> None:
+        """Fail the whole response, because the engine lost a choice."""
+        if not self.done.done():
+            self.done.set_result(error)
+
+
+class WholeSink:
+    """Sink of a non-streaming choice. If `stalled`, it never reports the end."""
+
+    __slots__ = ("_answer", "_stalled", "failed")
+
+    def __init__(self, answer: Answer, stalled: bool = False) -> None:
+        self._answer = answer
+        self._stalled = stalled
+        self.failed = answer.failed
+
+    def token(self) -> None:
+        """No-op: tokens are sent together at the end."""
+
+    def ended(self) -> None:
+        """Report the end of the choice."""
+        if not self._stalled:
+            self._answer.choice_ended()
+
+
+class StreamSink:
+    """Sink of a streamed choice: writes each token to the transport when it is made."""
+
+    __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "failed")
+
+    def __init__(
+        self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool
+    ) -> None:
+        self._answer = answer
+        self._chunks = chunks
+        self._job = job
+        self._transport = transport
+        self._cached = cached
+        self.failed = answer.failed
+
+    def token(self) -> None:
+        """Write the next token's events.
+
+        Discard them if the client has left and the abort is pending.
+        """
+        data = self._chunks.next(self._job.cached if self._cached else None)
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def ended(self) -> None:
+        """Report the end of the choice."""
+        self._answer.choice_ended()
+
+
+class FaultySink(StreamSink):
+    """A StreamSink with a fault: it breaks off, or writes what a relay must handle."""
+
+    __slots__ = ("_broken", "_fault", "_made")
+
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: Chunks,
+        job: Job,
+        transport: asyncio.Transport,
+        cached: bool,
+        fault: Fault,
+    ) -> None:
+        super().__init__(answer, chunks, job, transport, cached)
+        self._fault = fault
+        self._made = 0
+        self._broken = False
+
+    def token(self) -> None:
+        """Write the next token, unless the fault is due."""
+        self._made += 1
+        if self._transport.is_closing() or self._broken:
+            return
+        kind = self._fault.kind
+        if kind is FaultKind.SPLIT:
+            self._write_split(self._chunks.next(self._job.cached if self._cached else None))
+        elif kind is FaultKind.COMMENTS:
+            self._transport.write(KEEP_ALIVE)
+            super().token()
+        elif self._made <= self._fault.after:
+            super().token()
+        else:
+            self._broken = True
+            break_off(self._transport, kind, b"0\r\n\r\n")
+
+    def _write_split(self, events: bytes) -> None:
+        """Write the same bytes in HTTP chunks of seven, so that events and characters are split."""
+        size, _, remaining = events.partition(b"\r\n")
+        while size:
+            length = int(size, 16)
+            data, remaining = remaining[:length], remaining[length + 2 :]
+            for start in range(0, length, 7):
+                piece = data[start : start + 7]
+                self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            size, _, remaining = remaining.partition(b"\r\n")
+
+    def ended(self) -> None:
+        """Report the end, unless the stream was broken off."""
+        if not self._broken:
+            super().ended()
+
+
+def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
+    """Leave a response unfinished.
+
+    By a reset, by a clean close after the bytes `last`, or (a stall) by doing nothing.
+    """
+    if kind is FaultKind.CUT and not transport.is_closing():
+        transport.write(last)
+        transport.close()
+    elif kind is not FaultKind.STALL:
+        reset(transport)
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Close a connection so that the peer gets a reset instead of an end."""
+    if transport.is_closing():
+        return
+    peer = transport.get_extra_info("socket")
+    if peer is not None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

@@ -1,0 +1,20 @@
+"""Validation of output files before a command does its work. Nothing is written here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+
+def writable(path: Path | None) -> Path | None:
+    """Option callback: return the path if it can be written.
+
+    Raises typer.BadParameter otherwise.
+    """
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(
+            f"{path} cannot be written: check that its directory exists and is writable"
+        )
+    return path

@@ -1,0 +1,234 @@
+"""From a gateway's configuration, as plain values, to what a replay of one of its pools needs.
+
+Contains which mock TP groups represent a pool's endpoints, and its policy and admission. Reading
+and checking configurations is the gateway's; the input is its own dump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mockgpu.gpus import GPUS
+from mockgpu.model_shapes import MODELS
+from planner.replay.spec import FleetError, FleetSpec, Kind, checked
+from policies import admission_registry, registry
+from policies.admission.admission import Admission, WaitingRoom
+from policies.admission.fairness import FairShares
+from policies.contract import Policy
+from policies.model import Role, Slo
+from policies.pricing.split import SplitRule
+
+GPU, MODEL = "h100", "llama-3.1-8b"
+
+
+class CaseError(ValueError):
+    """A configuration that cannot be replayed; the message says why."""
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What to assume about mock groups where the configuration does not say it.
+
+    None: the defaults.
+    """
+
+    model: str | None = None
+    gpu: str | None = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Layout(msgspec.Struct):
+    tp: int = 1
+    pp: int = 1
+
+
+class _Endpoint(msgspec.Struct):
+    role: Role = Role.BOTH
+    layout: _Layout = msgspec.field(default_factory=_Layout)
+    labels: dict[str, str] = {}
+    max_concurrency: int = 24
+    kv_tokens: int | None = None
+
+
+class _WaitingRoom(msgspec.Struct):
+    size: int
+    timeout: float
+
+
+class _Pool(msgspec.Struct):
+    policy: _Named
+    admission: _Named
+    waiting_room: _WaitingRoom
+    endpoints: list[_Endpoint] = []
+
+
+class _Split(msgspec.Struct):
+    threshold_tokens: int
+    hysteresis: float
+
+
+class _Model(msgspec.Struct):
+    name: str
+    pool: str
+    parameters: float | None = None
+    split: _Split | None = None
+
+
+class _Class(msgspec.Struct):
+    ttft: float
+    tpot: float
+    weight: float = 1.0
+
+
+class _Slos(msgspec.Struct):
+    default: str
+    classes: dict[str, _Class]
+
+
+class _Tenant(msgspec.Struct):
+    name: str
+    weight: float = 1.0
+
+
+class _Config(msgspec.Struct):
+    pools: dict[str, _Pool]
+    slo: _Slos
+    models: list[_Model] = []
+    tenants: list[_Tenant] = []
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One pool of one configuration.
+
+    models   the names it serves; None: all, because the configuration has none
+    assumed  what was assumed about its groups, as text, where the configuration does not say it
+    """
+
+    pool: str
+    models: tuple[str, ...] | None
+    fleet: FleetSpec
+    policy_name: str
+    policy_params: Mapping[str, Any]
+    admission_name: str
+    admission_params: Mapping[str, Any]
+    limits: WaitingRoom
+    shares: FairShares
+    classes: Mapping[str, Slo]
+    standard: Slo
+    assumed: tuple[str, ...]
+
+    def policy(self) -> Policy:
+        """Return a new policy, because policies learn."""
+        return registry.build(self.policy_name, self.policy_params)
+
+    def admission(self) -> Admission:
+        """Return a new admission, with the tenants' weights if it takes them, like the gateway."""
+        takes_weights = (
+            "weights" in admission_registry.params_type(self.admission_name).__struct_fields__
+            and self.shares.weights
+        )
+        params = (
+            {"weights": self.shares.weights, **self.admission_params}
+            if takes_weights
+            else self.admission_params
+        )
+        return admission_registry.build_admission(self.admission_name, params)
+
+
+def cases(config: Mapping[str, Any], taken: Taken | None = None) -> dict[str, Case]:
+    """Return every pool of a configuration (the gateway's dump, durations in seconds).
+
+    Raises CaseError.
+    """
+    try:
+        read = msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        hint = "a running gateway does not show values by reference: give its file with --running"
+        text = f"{error}; {hint}"
+        raise CaseError(text) from None
+    return {name: _case(name, read, taken or Taken()) for name in read.pools}
+
+
+def _case(name: str, config: _Config, taken: Taken) -> Case:
+    pool = config.pools[name]
+    models = [model for model in config.models if model.pool == name]
+    assumed: list[str] = []
+    kinds = _kinds(pool, models, taken, assumed)
+    split = next((model.split for model in models if model.split is not None), None)
+    rule = SplitRule() if split is None else SplitRule(split.threshold_tokens, split.hysteresis)
+    try:
+        fleet = checked(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
+    except FleetError as error:
+        raise CaseError(f"pool {error}") from None
+    classes = {
+        name_: Slo(name_, class_.ttft, class_.tpot, class_.weight)
+        for name_, class_ in config.slo.classes.items()
+    }
+    return Case(
+        pool=name,
+        models=tuple(model.name for model in models) if config.models else None,
+        fleet=fleet,
+        policy_name=pool.policy.name,
+        policy_params=pool.policy.parameters,
+        admission_name=pool.admission.name,
+        admission_params=pool.admission.parameters,
+        limits=WaitingRoom(pool.waiting_room.size, pool.waiting_room.timeout),
+        shares=FairShares({tenant.name: tenant.weight for tenant in config.tenants}),
+        classes=classes,
+        standard=classes[config.slo.default],
+        assumed=tuple(dict.fromkeys(assumed)),
+    )
+
+
+def _kinds(pool: _Pool, models: Sequence[_Model], taken: Taken, assumed: list[str]) -> list[Kind]:
+    splitting = any(model.split is not None for model in models)
+    sizes = [model.parameters for model in models if model.parameters is not None]
+    model = _model(max(sizes) if sizes else None, taken, assumed)
+    if not pool.endpoints:
+        raise CaseError("a pool without endpoints cannot be replayed")
+    return [
+        Kind(
+            model,
+            _gpu(endpoint, taken, assumed),
+            endpoint.layout.tp * endpoint.layout.pp,
+            role=endpoint.role,
+            kv_tokens=endpoint.kv_tokens,
+            max_concurrency=endpoint.max_concurrency,
+        )
+        for endpoint in pool.endpoints
+        if splitting or endpoint.role is not Role.PREFILL
+    ]
+
+
+def _model(parameters_b: float | None, taken: Taken, assumed: list[str]) -> str:
+    """Return the known model of the nearest size."""
+    if taken.model is not None:
+        if taken.model.lower() not in MODELS:
+            raise CaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
+        return taken.model
+    if parameters_b is None:
+        assumed.append(
+            f"groups serve {MODEL}: no model declares its parameters, and --model was not given"
+        )
+        return MODEL
+    nearest = min(
+        MODELS, key=lambda name: (abs(MODELS[name].params / 1e9 - parameters_b), len(name))
+    )
+    assumed.append(f"groups serve {nearest}, the nearest known to {parameters_b:g}B parameters")
+    return nearest
+
+
+def _gpu(endpoint: _Endpoint, taken: Taken, assumed: list[str]) -> str:
+    label = (taken.gpu or endpoint.labels.get("gpu") or "").lower()
+    if label in GPUS:
+        return label
+    if taken.gpu is not None:
+        raise CaseError(f"unknown GPU {taken.gpu!r}: known are {', '.join(GPUS)}")
+    assumed.append(f"groups run on {GPU}: endpoints have no gpu label, and --gpu was not given")
+    return GPU

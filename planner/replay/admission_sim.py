@@ -1,0 +1,166 @@
+"""Admission of a replayed fleet: which requests enter, wait or are refused, and when clients retry
+or give up.
+
+Wait queue and admission are the gateway's own (wait_queue.py, policies/admission/admission.py). Admitted requests are
+fleet.py's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+from planner.replay.fleet_port import FleetPort
+from planner.replay.inflight import Flight
+from planner.replay.record import End, Record
+from policies.admission.admission import Admit, Outcome, Shed
+from policies.admission.wait_queue import Room
+from policies.model import Ask, Pick
+
+TICK_S = 0.1
+NO_RETRY_AFTER = Shed("no_capacity", 1.0)
+SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
+
+
+class Door:
+    """Owner of the wait queue and of the clients' random numbers.
+
+    Without `room`, every request enters at once.
+    """
+
+    def __init__(self, fleet: FleetPort, room: Room[int] | None) -> None:
+        self._fleet = fleet
+        self._room = room
+        self._clients = fleet.options.clients
+        self._rng = Random(f"clients {fleet.options.seed}")
+        self._waiting: dict[int, Flight] = {}
+
+    def open(self) -> None:
+        """Count the places, and start the periodic tick of the wait queue."""
+        if self._room is not None:
+            self.refresh(0.0)
+            self._fleet.at(0.0, self._tick)
+
+    def arrive(self, now: float, flight: Flight) -> None:
+        """Handle a client's first attempt; its patience starts now."""
+        if self._clients.patience_s is not None:
+            self._fleet.at(now + self._clients.patience_s, self._give_up, flight)
+        self._try_enter(now, flight)
+
+    def refresh(self, now: float) -> None:
+        """Recount the places after groups came or went."""
+        if self._room is not None:
+            self._room.refresh(self._fleet.front.candidates)
+            self._settle(now)
+
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Charge the tenant for a booked pick, if there is a wait queue."""
+        if self._room is not None:
+            self._room.booked(query, pick)
+
+    def left(self, now: float, flight: Flight) -> None:
+        """Free the place of a request that has ended, and report its outcome."""
+        if self._returns_permit(flight):
+            assert self._room is not None
+            self._room.leave(flight.request, _outcome(now, flight.record))
+            self._fleet.at(now, self._settle)
+
+    def nobody(self, now: float, flight: Flight) -> None:
+        """Refuse an admitted request that no group can serve, and free its place."""
+        if self._returns_permit(flight):
+            assert self._room is not None
+            self._room.gone(now)
+            self._fleet.at(now, self._settle)
+        if flight.tried:
+            self._fleet.over_with(now, flight, End.LOST, "no_capacity")
+        else:
+            self._refuse(now, flight, NO_RETRY_AFTER)
+
+    def _returns_permit(self, flight: Flight) -> bool:
+        has_permit, flight.permit = flight.permit, False
+        return has_permit
+
+    def _try_enter(self, now: float, flight: Flight) -> None:
+        """Try to enter: the first attempt, or a retry after a refusal."""
+        if flight.over:
+            return
+        if self._room is None:
+            self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
+        elif self._room.take():
+            self._admit(now, flight)
+        else:
+            self._ask_admission(now, flight, self._room)
+
+    def _ask_admission(self, now: float, flight: Flight, room: Room[int]) -> None:
+        """Ask the admission, because the fast path was not available."""
+        fleet, number = self._fleet, flight.record.number
+        query, requery = fleet.front.query(flight, now), partial(fleet.front.query, flight)
+        verdict = room.arrive(query, fleet.front.fitting(flight.one), number, requery)
+        if isinstance(verdict, Admit):
+            flight.permit = True
+            fleet.serve(now, flight, query)
+        elif isinstance(verdict, Shed):
+            self._refuse(now, flight, verdict)
+        else:
+            self._waiting[number] = flight
+            fleet.at(now + verdict.timeout_s, self._settle)
+
+    def _admit(self, now: float, flight: Flight) -> None:
+        flight.permit = True
+        self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
+
+    def _settle(self, now: float, _: object = None) -> None:
+        """Admit and refuse the waiting requests that have a verdict now."""
+        room = self._room
+        if room is None:
+            return
+        for number, verdict in room.settle(now):
+            flight = self._waiting.pop(number)
+            if isinstance(verdict, Admit):
+                self._admit(now, flight)
+            elif isinstance(verdict, Shed):
+                self._refuse(now, flight, verdict)
+
+    def _tick(self, now: float, _: object) -> None:
+        assert self._room is not None
+        self._room.tick(now)
+        self._settle(now)
+        if self._fleet.under_way:
+            self._fleet.at(now + TICK_S, self._tick)
+
+    def _refuse(self, now: float, flight: Flight, shed: Shed) -> None:
+        """Handle a 429: the client retries after Retry-After or its own back-off, until its retries
+        are used up.
+        """
+        clients, record = self._clients, flight.record
+        record.refusals += 1
+        if record.refusals > clients.retries:
+            self._fleet.over_with(now, flight, End.SHED, shed.reason)
+            return
+        wait_s = shed.retry_after_s if clients.obey else None
+        if wait_s is None:
+            backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
+            wait_s = backoff_s * (1 - 0.25 * self._rng.random())
+        self._fleet.at(now + wait_s, self._try_enter, flight)
+
+    def _give_up(self, now: float, flight: Flight) -> None:
+        """Cancel a request whose client has waited long enough for a first token."""
+        if not flight.over and flight.record.first_s is None:
+            number = flight.record.number
+            if self._waiting.pop(number, None) is not None and self._room is not None:
+                self._room.cancel(number)
+            self._fleet.withdraw(now, flight)
+            self._fleet.over_with(now, flight, End.LEFT, "patience")
+
+
+def _outcome(now: float, record: Record) -> Outcome:
+    status = {End.SERVED: "served", End.LEFT: "ignored"}.get(record.end, "dropped")
+    output_tokens = record.output_tokens if record.end is End.SERVED else 0
+    return Outcome(
+        now,
+        record.ttft_s,
+        record.tpot_s,
+        output_tokens,
+        record.cached_tokens if output_tokens else None,
+        status,
+    )

@@ -1,0 +1,50 @@
+"""Chained block ids in the fleet's block size, and the hits of an unlimited cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.traces.shape import TraceRequest, folded
+
+
+def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
+    """Return the ids of the prompt's whole blocks of `block_tokens` tokens each.
+
+    Ids are chained, so a new block takes the id of the recorded block in which it ends: an equal id
+    means an equal prefix. Several blocks that end in one recorded block are distinguished by their
+    position in it.
+    """
+    whole, size = request.input_tokens // block_tokens, request.block_tokens
+    if size == block_tokens:
+        return request.blocks[:whole]
+    if block_tokens % size == 0:
+        step = block_tokens // size
+        return request.blocks[step - 1 : whole * step : step]
+    pieces, keys = -(-size // block_tokens), []
+    for index in range(whole):
+        recorded = ((index + 1) * block_tokens - 1) // size
+        if recorded >= len(request.blocks):
+            break
+        keys.append(
+            folded(request.blocks[recorded] * pieces + index - recorded * size // block_tokens)
+        )
+    return tuple(keys)
+
+
+class Ideal:
+    """One shared cache that never evicts: how much of each prompt could have been cached."""
+
+    __slots__ = ("_block_tokens", "_known")
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._known: set[int] = set()
+
+    def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
+        """Return the prompt tokens that were seen before, and add all of this prompt."""
+        known, hits = self._known, 0
+        limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
+        while hits < limit and keys[hits] in known:
+            hits += 1
+        known.update(keys[hits:])
+        return hits * self._block_tokens

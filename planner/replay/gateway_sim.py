@@ -1,0 +1,164 @@
+"""The gateway's part in a replay: its view of the fleet, its picks, and what it learns from
+answers.
+
+Uses the gateway's own policy, ledger and prefix index. The timing of events is fleet.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from zlib import crc32
+
+from mockgpu.blocks import blocks_for
+from planner.replay.group import Group
+from planner.replay.inflight import Flight
+from planner.replay.options import Options, View
+from planner.replay.record import Record
+from planner.text_generator import BYTES_PER_TOKEN
+from planner.traces.shape import TraceRequest
+from policies import run
+from policies.contract import Policy
+from policies.model import Ask, Candidate, Pick, Request
+from policies.prefix.fingerprint import Fingerprint, of_chain
+from policies.prefix.prefix_index import PrefixIndex
+
+INDEX_BYTES = 256 << 20
+
+
+class Front:
+    """Owner of the index and of the random numbers.
+
+    clock   returns wall time in seconds
+    pick_s  wall time spent on decisions
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        groups: Sequence[Group],
+        options: Options,
+        block_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.clock = clock
+        self.policy = policy
+        self.groups = groups
+        self.rng = Random(f"replay {options.seed}")
+        self._loss_rng = Random(f"lost events {options.seed}")
+        self._options = options
+        self._block_tokens = block_tokens
+        self.index = PrefixIndex(INDEX_BYTES)
+        for group in groups:
+            self.index.set_capacity(group.load.slot, group.kind.capacity_tokens)
+        self.candidates = tuple(group.candidate for group in groups)
+        self._kv_blocks = [group.engine.scheduler.pool.total for group in groups]
+        self._least_kv_blocks = min(self._kv_blocks)
+        self.picks, self.pick_s = 0, 0.0
+
+    def request(self, record: Record, trace_request: TraceRequest) -> Request:
+        """Return what the gateway knows about a request."""
+        patience_s = self._options.clients.patience_s
+        return Request(
+            id=str(record.number),
+            model="model",
+            tenant=trace_request.tenant,
+            prompt_tokens=trace_request.input_tokens,
+            output_tokens=self._options.expected_output or trace_request.output_tokens,
+            stream=True,
+            slo=record.slo,
+            priority=trace_request.priority,
+            arrived_s=record.arrived_s,
+            deadline_s=None if patience_s is None else record.arrived_s + patience_s,
+            session=trace_request.session,
+        )
+
+    def fingerprint(self, request: Request, keys: tuple[int, ...]) -> Fingerprint | None:
+        """Return the fingerprint of the prompt's whole blocks.
+
+        None if the policy does not read prefixes.
+        """
+        if not self.policy.reads_prefix:
+            return None
+        # tenants never share a key, even where engines would share a prefix
+        salt = crc32(request.tenant.encode()) << 32
+        block_bytes, n_bytes = (
+            self._block_tokens * BYTES_PER_TOKEN,
+            request.prompt_tokens * BYTES_PER_TOKEN,
+        )
+        return of_chain(keys, block_bytes, n_bytes, salt)
+
+    def query(self, flight: Flight, now: float) -> Ask:
+        """Return the routing query, with what each group is believed (or known) to have cached."""
+        request, fingerprint, keys = flight.request, flight.fingerprint, flight.keys
+        cached: Sequence[int] = ()
+        if self._options.view is View.EXACT and self.policy.reads_prefix:
+            size = self._block_tokens
+            limit = min(len(keys), (request.prompt_tokens - 1) // size)
+            cached = [group.holds(keys, limit) * size for group in self.groups]
+        elif fingerprint is not None:
+            cached = self.index.match(fingerprint, request.prompt_tokens)
+        return Ask(request, now, self.rng, cached, flight.tried, fingerprint)
+
+    def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
+        """Return the groups whose KV could hold prompt and answer."""
+        if self.fits_everywhere(request):
+            return self.candidates
+        return self.holding(request.input_tokens + request.output_tokens, self.candidates)
+
+    def fits_everywhere(self, request: TraceRequest) -> bool:
+        """Return whether every group's KV could hold prompt and answer."""
+        return (
+            blocks_for(request.input_tokens + request.output_tokens, self._block_tokens)
+            <= self._least_kv_blocks
+        )
+
+    def holding(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return those of the candidates whose KV could hold this many tokens."""
+        needed = blocks_for(tokens, self._block_tokens)
+        return [
+            candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
+        ]
+
+    def pick(self, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+        """Return the policy's choice, measuring its time."""
+        began = self.clock()
+        pick = run.pick(self.policy, query, candidates)
+        self.pick_s += self.clock() - began
+        self.picks += 1
+        return pick
+
+    def learn(self, fingerprint: Fingerprint | None, pick: Pick, prompt_tokens: int) -> None:
+        """Record a pick in the index: the group will soon have this prompt cached."""
+        if fingerprint is not None and not self._is_event_lost():
+            load = pick.candidate.load
+            self.index.insert(fingerprint, load.slot, prompt_tokens)
+            load.held_tokens, load.regret = (
+                self.index.held_tokens(load.slot),
+                self.index.regret(load.slot),
+            )
+
+    def confirm(
+        self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
+    ) -> None:
+        """Compare an answer's cached tokens with what was believed."""
+        if self.policy.reads_prefix and not self._is_event_lost():
+            self.index.confirm(
+                slot, min(1.0, believed_tokens / prompt_tokens), cached_tokens / prompt_tokens
+            )
+
+    def unlearn(
+        self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
+    ) -> None:
+        """Remove a prompt from the index that was never computed."""
+        if fingerprint is not None:
+            self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)
+
+    def forget(self, group: Group) -> None:
+        """Drop a group that is gone from the index."""
+        self.index.forget(group.load.slot)
+        group.load.held_tokens = 0.0
+
+    def _is_event_lost(self) -> bool:
+        share = self._options.lost_events
+        return share > 0 and self._loss_rng.random() < share

@@ -1,0 +1,96 @@
+"""Hedges in a replay: a second group for a request whose first token is late.
+
+The group with the earlier first token serves the request; the other attempt is withdrawn.
+policies/health/stall.py decides when a request is late. Not here: the retry budget.
+"""
+
+from __future__ import annotations
+
+from planner.replay.fleet_port import FleetPort
+from planner.replay.group import Group
+from planner.replay.inflight import Flight
+from policies.health.stall import is_doubted
+from policies.model import Pick
+
+CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
+
+
+class Hedges:
+    """Starts second attempts, at most `share` of all requests.
+
+    sent  the time of each hedge
+    won   how many hedges served their request
+    """
+
+    def __init__(self, fleet: FleetPort, share: float) -> None:
+        self._fleet, self._share = fleet, share
+        self._paid_for, self._credit = 0, CREDIT
+        self._allowed = share * CREDIT
+        self.sent: list[float] = []
+        self.won = 0
+
+    def may_send(self) -> bool:
+        """Return whether the share allows one more hedge."""
+        came = self._fleet.arrived - self._paid_for
+        self._paid_for += came
+        paid_back = min(self._credit, came)
+        self._credit -= paid_back
+        self._allowed = min(MOST_SAVED, self._allowed + self._share * (came - paid_back))
+        return self._allowed >= 1.0
+
+    def send(self, now: float, flight: Flight, group: Group) -> None:
+        """Send the request to `group` in addition."""
+        fleet = self._fleet
+        self._allowed -= 1.0
+        self.sent.append(now)
+        cached = fleet.front.query(flight, now).cached
+        held = cached[group.load.slot] if group.load.slot < len(cached) else 0
+        pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
+        second = Flight(flight.record, flight.one, flight.request, flight.keys, flight.fingerprint)
+        second.race, flight.race, second.is_hedge = flight, second, True
+        fleet.start(now, second, group, pick)
+
+    def decide(self, now: float, first: Flight) -> Flight:
+        """Withdraw the attempt that lost, because the other one has its first token.
+
+        Returns the flight that represents the request from now on.
+        """
+        fleet, other = self._fleet, first.race
+        assert other is not None
+        first.race = other.race = None
+        if first.is_hedge:
+            own, late = other, other.group
+            if late is not None:
+                note_overtaken(own, late, now)
+                fleet.speeds.doubt(now, late)
+            fleet.withdraw(now, own)
+            own.job, own.group, own.entry, own.believed = (
+                first.job,
+                first.group,
+                first.entry,
+                first.believed,
+            )
+            own.expected, own.is_overtaken = first.expected, False
+            assert own.job is not None
+            assert own.group is not None
+            fleet.flights[own.job] = own
+            own.record.group = own.group.name
+            self.won += 1
+            return own
+        fleet.withdraw(now, other)
+        return first
+
+    def end_race(self, now: float, flight: Flight) -> None:
+        """End the race of a withdrawn attempt. With the first attempt the second one ends too."""
+        other, flight.race = flight.race, None
+        if other is not None:
+            other.race = None
+            if other.is_hedge:
+                self._fleet.withdraw(now, other)
+
+
+def note_overtaken(flight: Flight, group: Group, now: float) -> None:
+    """Record that the request leaves the group before its first token."""
+    tokens = max(1, flight.one.input_tokens - flight.believed)
+    group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
+    flight.is_overtaken = True

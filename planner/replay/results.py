@@ -1,0 +1,230 @@
+"""Results of a replay: goodput, attainment, latencies, hits, balance, waste, fairness.
+
+Pure functions of a Run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
+from statistics import fmean, median
+
+import msgspec
+
+from planner.bench.stats import Summary, summarise
+from planner.replay.record import End, Record, Run
+
+LONG_PROMPT = 32 * 1024
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Results of one class or tenant: requests offered and good, and TTFT."""
+
+    offered: int
+    good: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+
+    @property
+    def attainment(self) -> float:
+        """Share of the offered requests that were good."""
+        return self.good / self.offered if self.offered else 1.0
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """The results of one replay. Rates are per second of the span in which requests arrived.
+
+    attainment      share of all offered requests that were served within both budgets; 0 if none
+                    were offered
+    goodput         good requests per second; `token_goodput`: prompt and output tokens of good
+                    requests per second
+    good_input      prompt tokens of good requests per second
+    hit_ratio       share of prompt tokens that were cached; `of_ideal`: relative to one shared
+                    cache without evictions
+    imbalance       computed and generated tokens of the busiest group over the mean
+    wasted          prompt tokens computed for requests that were not served, as a share of all
+                    computed
+    long_kept       share of prompts above 32k tokens that were good
+    jain            Jain's index over tenants' attainment: 1 if all are equal; `worst_tenant`: the
+                    lowest attainment
+    ttft_error, tpot_error  mean relative error of the prediction at the pick (MAPE), counted from
+                            the pick; ttft_error_p50: its median; None without predictions
+    at_first_retry  of requests that were refused once and retried, the share admitted then; None if
+                    there were none
+    pick_us         microseconds per decision
+    """
+
+    policy: str
+    fleet: str
+    offered: int
+    ends: Mapping[str, int]
+    reasons: Mapping[str, int]
+    span_s: float
+    attainment: float
+    goodput: float
+    token_goodput: float
+    good_input: float
+    throughput: float
+    ttft: Summary | None
+    tpot: Summary | None
+    longest_gap: Summary | None
+    hit_ratio: float
+    of_ideal: float | None
+    believed_ratio: float
+    imbalance: float
+    wasted: float
+    long_kept: float | None
+    jain: float
+    worst_tenant: float
+    classes: Mapping[str, Share]
+    tenants: Mapping[str, Share]
+    ttft_error: float | None
+    ttft_error_p50: float | None
+    tpot_error: float | None
+    at_first_retry: float | None
+    preemptions: int
+    pick_us: float
+    wall_s: float
+
+
+def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures:
+    """Return the results of requests that arrived in [from_s, to_s).
+
+    A request cut by the horizon is left out, because it might have been good, unless its first
+    token was overdue: then it is a miss.
+    """
+    counted = list(_counted(run, from_s, inf if to_s is None else to_s))
+    served = [record for record in counted if record.end is End.SERVED]
+    good = [record for record in counted if record.good]
+    ends = [record.arrived_s for record in counted]
+    span_s = max(ends, default=from_s) - max(from_s, min(ends, default=from_s))
+    per_s = 1 / span_s if span_s > 0 else 0.0
+    prompt = sum(record.prompt_tokens for record in served)
+    ideal = sum(record.ideal_tokens for record in served)
+    cached = sum(record.cached_tokens for record in served)
+    wasted = sum(record.wasted_tokens for record in counted)
+    stayed = [record for record in served if not record.moved]
+    ttft_errors = _errors((record.predicted_ttft_s, _ttft_from_pick(record)) for record in stayed)
+    tpot_errors = _errors((record.predicted_tpot_s, record.tpot_s) for record in stayed)
+    tenants = _shares(counted, lambda record: record.tenant)
+    attainments = [share.attainment for share in tenants.values()]
+    return Figures(
+        policy=run.policy,
+        fleet=run.fleet,
+        offered=len(counted),
+        ends=dict(Counter(str(record.end) for record in counted)),
+        reasons=dict(Counter(record.reason for record in counted if record.reason)),
+        span_s=span_s,
+        attainment=len(good) / len(counted) if counted else 0.0,
+        goodput=len(good) * per_s,
+        token_goodput=sum(record.prompt_tokens + record.output_tokens for record in good) * per_s,
+        good_input=sum(record.prompt_tokens for record in good) * per_s,
+        throughput=len(served) * per_s,
+        ttft=summarise([record.ttft_s for record in counted if record.ttft_s is not None]),
+        tpot=summarise([record.tpot_s for record in served if record.tpot_s is not None]),
+        longest_gap=summarise(_gaps(served)),
+        hit_ratio=cached / prompt if prompt else 0.0,
+        of_ideal=cached / ideal if ideal else None,
+        believed_ratio=sum(record.believed_tokens for record in served) / prompt if prompt else 0.0,
+        imbalance=_imbalance(run),
+        wasted=wasted / (wasted + prompt - cached) if wasted else 0.0,
+        long_kept=_good_share([record for record in counted if record.prompt_tokens > LONG_PROMPT]),
+        jain=jain(attainments),
+        worst_tenant=min(attainments, default=1.0),
+        classes=_shares(counted, lambda record: record.slo.name),
+        tenants=tenants,
+        ttft_error=fmean(ttft_errors) if ttft_errors else None,
+        ttft_error_p50=median(ttft_errors) if ttft_errors else None,
+        tpot_error=fmean(tpot_errors) if tpot_errors else None,
+        at_first_retry=_at_first_retry(counted),
+        preemptions=sum(record.preemptions for record in counted),
+        pick_us=run.pick_s / run.picks * 1e6 if run.picks else 0.0,
+        wall_s=run.wall_s,
+    )
+
+
+def _counted(run: Run, from_s: float, to_s: float) -> Iterator[Record]:
+    for record in run.records:
+        if not from_s <= record.arrived_s < to_s:
+            continue
+        if record.end is not End.CUT or _is_late(record, run.ended_s):
+            yield record
+
+
+def _gaps(records: Sequence[Record]) -> list[float]:
+    return [record.longest_gap_s for record in records if record.output_tokens > 1]
+
+
+def jain(values: Sequence[float]) -> float:
+    """Return Jain's fairness index: (sum x)^2 / (n sum x^2), from 1/n (one has all) to 1 (all have
+    the same).
+    """
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
+    """Return the minimum over workloads of own figure / best of the others. Higher is better.
+
+    The mappings hold one figure per workload, of which more is better; workloads where all are 0 do
+    not count.
+    """
+    rivals = list(others)
+    best = {
+        name: max((other[name] for other in rivals if name in other), default=0.0) for name in own
+    }
+    return min((value / best[name] for name, value in own.items() if best[name] > 0), default=1.0)
+
+
+def _is_late(record: Record, now: float) -> bool:
+    """Return whether a request was cut after its TTFT budget was over: a miss in any case."""
+    return record.first_s is None and now - record.arrived_s > record.slo.ttft_s
+
+
+def _ttft_from_pick(record: Record) -> float | None:
+    """Return the time from the pick to the first token, which is what a prediction refers to."""
+    return (
+        None
+        if record.first_s is None or record.entered_s is None
+        else record.first_s - record.entered_s
+    )
+
+
+def _shares(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, Share]:
+    members: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        members[key(record)].append(record)
+    return {name: _share(records_of_name) for name, records_of_name in sorted(members.items())}
+
+
+def _share(records: Sequence[Record]) -> Share:
+    ttft = summarise([record.ttft_s for record in records if record.ttft_s is not None])
+    good = sum(record.good for record in records)
+    return Share(
+        len(records), good, None if ttft is None else ttft.p50, None if ttft is None else ttft.p99
+    )
+
+
+def _good_share(records: Sequence[Record]) -> float | None:
+    return sum(record.good for record in records) / len(records) if records else None
+
+
+def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    """Return relative errors of pairs (predicted, actual), leaving out incomplete pairs."""
+    return [
+        abs(predicted - actual) / actual
+        for predicted, actual in pairs
+        if predicted is not None and actual
+    ]
+
+
+def _at_first_retry(records: Sequence[Record]) -> float | None:
+    admitted = sum(record.refusals == 1 and record.entered_s is not None for record in records)
+    retried = admitted + sum(record.refusals > 1 for record in records)
+    return admitted / retried if retried else None
+
+
+def _imbalance(run: Run) -> float:
+    work = [group.prompt_tokens - group.cached_tokens + group.output_tokens for group in run.groups]
+    return max(work) * len(work) / sum(work) if any(work) else 1.0

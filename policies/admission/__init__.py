@@ -1,0 +1,1 @@
+"""Who may enter a pool, who waits, and who is refused, as pure decisions."""

@@ -1,0 +1,119 @@
+"""Weighted token fairness: a virtual counter per tenant, charged with its work.
+
+The lowest counter is served next.
+
+Start-time fair queueing (Goyal et al. 1996) in tokens, charged like VTC (Sheng et al., OSDI 2024)
+and DLPM: prompt tokens that are computed, not cached ones, and output tokens. The queue itself is
+in wait_queue.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp
+
+import msgspec
+
+from policies.model import Request
+from policies.param_types import Number, Positive
+
+FORGIVEN = 1e-3
+"""A debt below this many tokens is treated as zero, so that the tenant can be dropped."""
+
+FADE_EVERY_S = 1.0
+
+
+class FairShares(msgspec.Struct, frozen=True):
+    """How a contended pool is shared between tenants.
+
+    weights     relative weight of a tenant; 1 for those not listed
+    calm_s      time constant of the decay of past usage while no request waits, since it delayed no
+                other tenant
+    remembered  maximum number of tenants with a debt
+    """
+
+    weights: Mapping[str, Positive] = {}
+    calm_s: Positive = 10.0
+    remembered: Number = 4096
+
+
+class Counters:
+    """The virtual counters, in tokens per unit of weight. One owner.
+
+    floor  the counter that was served last: the pool's virtual time, which never goes back. An idle
+           tenant restarts at it and so saves nothing up; a tenant above it owes the difference
+    """
+
+    __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
+
+    def __init__(self, shares: FairShares | None = None) -> None:
+        self._shares = shares or FairShares()
+        self._ahead: dict[str, float] = {}
+        self._faded_at: float | None = None
+        self.floor = 0.0
+
+    def __len__(self) -> int:
+        return len(self._ahead)
+
+    def share(self, shares: FairShares) -> None:
+        """Use these weights from now on; charges are kept."""
+        self._shares = shares
+
+    def weight(self, tenant: str) -> float:
+        return self._shares.weights.get(tenant, 1.0)
+
+    def of(self, tenant: str) -> float:
+        return max(self.floor, self._ahead.get(tenant, 0.0))
+
+    def charge(self, tenant: str, tokens: float) -> float:
+        """Charge the tenant for work and return its counter; negative tokens are a refund."""
+        counter = max(self.floor, self.of(tenant) + tokens / self.weight(tenant))
+        if counter <= self.floor + FORGIVEN:
+            self._ahead.pop(tenant, None)
+        else:
+            self._ahead[tenant] = counter
+            if len(self._ahead) > self._shares.remembered:
+                self._prune()
+        return counter
+
+    def served(self, counter: float) -> None:
+        """Advance virtual time to the counter served now, which is the lowest of all waiting
+        tenants.
+        """
+        self.floor = max(self.floor, counter)
+
+    def fade(self, now: float) -> None:
+        """Let past usage decay while no request waits.
+
+        Call it regularly, and before a request starts to wait.
+        """
+        if self._faded_at is None:
+            self._faded_at = now
+        elif now - self._faded_at >= FADE_EVERY_S:
+            decay, self._faded_at = exp((self._faded_at - now) / self._shares.calm_s), now
+            debts = {
+                tenant: (counter - self.floor) * decay for tenant, counter in self._ahead.items()
+            }
+            self._ahead = {
+                tenant: self.floor + debt for tenant, debt in debts.items() if debt > FORGIVEN
+            }
+
+    def contended(self) -> None:
+        """Stop the decay because a request waits; `fade` starts it again."""
+        self._faded_at = None
+
+    def _prune(self) -> None:
+        """Drop tenants without a debt; if too many remain, drop the half with the lowest debts."""
+        self._ahead = {
+            tenant: counter
+            for tenant, counter in self._ahead.items()
+            if counter > self.floor + FORGIVEN
+        }
+        if len(self._ahead) > self._shares.remembered:
+            debtors = sorted(self._ahead.items(), key=lambda item: item[1], reverse=True)
+            self._ahead = dict(debtors[: self._shares.remembered // 2])
+
+
+def charged_tokens(request: Request, cached_tokens: int) -> int:
+    """Return the cost of a request to its tenant: uncached prompt plus expected output tokens."""
+    return max(0, request.prompt_tokens - cached_tokens) + request.output_tokens

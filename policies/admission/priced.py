@@ -1,0 +1,468 @@
+"""Priced admission: everything is admitted while queues are short.
+
+Beyond, requests of least value per work are refused.
+
+The price is the dual variable of the pool's capacity (routing.md 4.8): an exponential of how far
+the expected queue exceeds a share of the TTFT budget. The queue itself integrates excess arrivals,
+so the price needs no memory, does not oscillate, and is zero when the pool is calm. Contains the
+verdicts and their numbers. The order of waiting requests is in wait_queue.py, sessions in
+policies/admission/sessions.py, scheduled retries in retry_after.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import expm1, inf, pow
+
+from policies.admission.admission import (
+    ADMIT,
+    Admission,
+    AdmissionPreset,
+    Outcome,
+    RoomView,
+    Shed,
+    Verdict,
+    Wait,
+    no_capacity,
+    past_deadline,
+)
+from policies.admission.prefill_pacing import Pace
+from policies.admission.retry_after import Calendar, ReturnTimes, identity
+from policies.admission.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
+from policies.admission.tenant_usage import Usage
+from policies.latency.latency import prefill_s
+from policies.model import STANDARD, Ask, Candidate, Pick, Request
+from policies.param_types import Amount, Exponent, Positive, Share
+from policies.pricing.cost_estimate import Appraisal, appraise, left_s
+
+LEARN = 0.02
+"""Weight of one request in running means."""
+
+PASSING = 4.0
+"""Multiple of `burst_s` that all endpoints may be ahead of their pace together without overload.
+
+Such a burst drains by itself.
+"""
+
+TIGHTER = 10.0
+"""Limit of how much tighter than the typical budget one request's own budget may count.
+
+Clients choose it, and an impossible one must not raise the price for others.
+"""
+
+
+class Priced(AdmissionPreset, frozen=True):
+    """Parameters of priced admission.
+
+    queue_share    share of the TTFT budget the mean queue may take before a price applies in
+                   overload: when the work
+    overload       that is requested is at least this multiple of what the endpoints can do
+    burst_share    the same share without overload: when the work that is requested
+    full_load      is at most this multiple
+    doubt          standard deviations subtracted from the requested work, because a few long
+                   prompts by chance are no overload yet
+    steepness      how fast the price grows with the queue beyond that
+    bend           exponent of a request's work relative to the typical one in its price, 0 to 1:
+                   below 1 long prompts keep more of their chance, at 0 all pay the same
+    hold_share     requests leave the wait queue while some candidate's queue is below this share of
+                   the TTFT budget,
+    hold_least_s   or below this; otherwise they wait here, where a better place can still be chosen
+    step_share     ... and while prefill leaves running answers within this share of the TPOT
+                   budget,
+    burst_s        plus or minus this much prefill
+    modest, immodest  factors on both where several tenants compete: `immodest` for a tenant above
+                      its share; rising by `modest` for one below
+    kv_share       share of the fleet's KV that may be booked before a price applies
+    late_value     value of a request whose first token is expected too late, relative to one in
+                   time
+    session_value  value of a request that continues a conversation, relative to one that starts
+    weights        relative shares of tenants; 1 for those not listed
+    """
+
+    queue_share: Positive = 0.3
+    overload: Positive = 1.3
+    burst_share: Positive = 0.8
+    full_load: Positive = 1.1
+    doubt: Amount = 1.5
+    steepness: Exponent = 4.0
+    bend: Share = 0.8
+    hold_share: Amount = 0.2
+    hold_least_s: Amount = 0.6
+    step_share: Positive = 0.85
+    burst_s: Positive = 1.5
+    modest: Positive = 3.0
+    immodest: Positive = 0.3
+    kv_share: Positive = 1.0
+    late_value: Amount = 0.2
+    session_value: Positive = 20.0
+    weights: Mapping[str, Positive] = {}
+    sessions: SessionGate = SessionGate()
+    returns: ReturnTimes = ReturnTimes()
+
+    def __post_init__(self) -> None:
+        if not self.full_load < self.overload:
+            raise ValueError(
+                f"overload ({self.overload}) must be greater than full_load ({self.full_load})"
+            )
+
+    def build(self) -> Admission:
+        return PricedAdmission(self)
+
+
+class PricedAdmission:
+    """The price of one pool and its running means. Pure; one owner.
+
+    is_calm  every request may enter as long as a place is free: no queue, no sessions, no
+             reservations
+    price    in units of typical requests: at 1, half of them are refused
+    """
+
+    __slots__ = (
+        *(
+            "_ahead_s",
+            "_budget",
+            "_schedule",
+            "_kv_booked",
+            "_overload",
+            "_pace",
+            "_prefill_share",
+            "_per_weight",
+            "_rule",
+            "_sessions",
+            "_tpot_budget",
+            "_typical_s",
+            "_usage",
+            "_work_s",
+        ),
+        *("calm", "name", "price", "reads_beliefs"),
+    )
+
+    def __init__(self, rule: Priced) -> None:
+        self.name = "priced"
+        self.calm = self.reads_beliefs = True
+        self.price = 0.0
+        self._rule = rule
+        self._sessions = WorkingSet(rule.sessions)
+        self._schedule = Calendar(rule.returns)
+        self._prefill_share, self._kv_booked = 1.0, 0.0
+        self._overload = self._ahead_s = 0.0
+        self._pace = Pace(rule.step_share)
+        self._usage = Usage(rule.weights)
+        self._budget: float | None = None
+        self._tpot_budget: float | None = None
+        self._typical_s: float | None = None
+        self._per_weight: float | None = None
+        self._work_s: float | None = None
+
+    @property
+    def sessions(self) -> WorkingSet:
+        """The sessions whose contexts fill the fleet's KV."""
+        return self._sessions
+
+    # Verdicts
+
+    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+        if queue.capacity <= 0:
+            return no_capacity()
+        estimate = appraise(query, candidates)
+        if not estimate.count:
+            return no_capacity()
+        self._reprice(estimate, queue)
+        key = identity(query) if queue.at_door and len(self._schedule) else None
+        early_s = self._schedule.early(key, query.now) if self.price else None
+        if early_s is not None:
+            return Shed(
+                "early",
+                early_s,
+                f"This request came before its Retry-After time, which is in {early_s:.1f} s.",
+            )
+        # its share of the capacity is reserved, so it need not wait again
+        is_reserved = self._schedule.due(key, query.now)
+        shed = (
+            self._refusal(query, candidates, estimate, queue, is_reserved)
+            if queue.at_door
+            else self._refuse_late(query, estimate, queue)
+        )
+        if shed is not None:
+            self._usage.offered(query.request.tenant, estimate.work_s, admitted=False)
+            return shed
+        if is_reserved or not self.price:
+            self._schedule.kept(key)
+        turn = is_reserved or not queue.at_door or queue.first(query.request.tenant)
+        if (
+            turn
+            and queue.busy < queue.capacity
+            and (is_reserved or self._can_start_soon(query, candidates, estimate.count))
+        ):
+            return ADMIT
+        return Wait(queue.limits.timeout_s)
+
+    def _refusal(
+        self,
+        query: Ask,
+        candidates: Sequence[Candidate],
+        estimate: Appraisal,
+        queue: RoomView,
+        is_reserved: bool,
+    ) -> Shed | None:
+        """Return why a new request may not even wait; None if it may."""
+        request = query.request
+        wait_s = self._wait_s(request.tenant, estimate, queue)
+        first_s = estimate.ttft_s + wait_s
+        patience_s = inf if request.deadline_s is None else request.deadline_s - query.now
+        if first_s > patience_s:
+            return past_deadline(
+                queue,
+                first_s,
+                patience_s,
+                self._retry_after(query, estimate, queue, first_s - patience_s),
+            )
+        kv_tokens = fleet_kv_tokens(candidates) if request.session else None
+        if not self._sessions.admits(
+            request.session, request.prompt_tokens + request.output_tokens, kv_tokens
+        ):
+            return self._refuse_session(query, kv_tokens or 0.0)
+        self._learn(query, estimate)
+        if is_reserved or not self.price:
+            return None
+        price = self._relative_price(query, estimate, first_s)
+        if query.rng.random() * (1.0 + price) < 1.0:
+            return None
+        return self._refuse_by_price(query, estimate, queue, price)
+
+    def _relative_price(self, query: Ask, estimate: Appraisal, first_s: float) -> float:
+        """Return the price of the request's work over its value: one in 1 + that is admitted."""
+        request, rule = query.request, self._rule
+        weight = request.slo.weight
+        value = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
+        if first_s > left_s(query):
+            value *= rule.late_value
+        if self._sessions.holds(request.session) or continuing(
+            request.prompt_tokens, estimate.cached_tokens
+        ):
+            value *= rule.session_value
+        work = pow(estimate.work_s / max(1e-9, self._typical_s or estimate.work_s), rule.bend)
+        return self.price * self._usage.excess(request.tenant) * work / max(1e-9, value)
+
+    def _refuse_by_price(
+        self, query: Ask, estimate: Appraisal, queue: RoomView, price: float
+    ) -> Shed:
+        queue_s, threshold_s = (
+            estimate.queue_s + self._queue_work_s(estimate, queue),
+            self._threshold_s(),
+        )
+        retry_after_s = self._retry_after(query, estimate, queue, queue_s - threshold_s)
+        text = (
+            f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of "
+            f"{estimate.count} endpoints, and beyond {threshold_s:.1f} s requests pay a price. "
+            f"This request takes {estimate.work_s:.2f} s of work; "
+            f"one in {1.0 + price:.1f} of such requests is admitted."
+        )
+        return Shed("price", retry_after_s, text)
+
+    def _refuse_late(self, query: Ask, estimate: Appraisal, queue: RoomView) -> Shed | None:
+        """Return why a waiting request is refused after all: it would miss its TTFT budget while
+        others would not.
+        """
+        due_s = left_s(query)
+        if (
+            not self.price
+            or estimate.ttft_s <= due_s
+            or estimate.prefill_s > query.request.slo.ttft_s
+        ):
+            return None
+        due = f"The first token was due in {max(0.0, due_s):.1f} s"
+        text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
+        retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
+        return Shed(
+            "ttft", retry_after_s, f"{text}. {queue.busy} of {queue.capacity} places are taken."
+        )
+
+    def _refuse_session(self, query: Ask, kv_tokens: float) -> Shed:
+        sessions = self._sessions
+        text = (
+            f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
+            f"and new ones enter below {sessions.phi * kv_tokens:.0f}, "
+            f"{sessions.phi:.0%} of the fleet's KV cache."
+        )
+        retry_after_s = sessions.room_in_s(query.request.prompt_tokens, kv_tokens, query.now)
+        return Shed(
+            "session_memory",
+            None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * query.rng.random()),
+            text,
+        )
+
+    # The price
+
+    def _reprice(self, estimate: Appraisal, queue: RoomView) -> None:
+        """Set the current price: flat at first, so that a burst costs little, then exponential."""
+        rule = self._rule
+        demand = self._usage.asked_s(queue.waiting_s, rule.doubt) / (
+            estimate.count * self._prefill_share
+        )
+        self._overload = min(
+            1.0, max(0.0, (demand - rule.full_load) / (rule.overload - rule.full_load))
+        )
+        queued = (estimate.queue_s + self._queue_work_s(estimate, queue)) / self._threshold_s()
+        excess = rule.steepness * min(
+            4.0, max(0.0, queued - 1.0, self._kv_booked / rule.kv_share - 1.0)
+        )
+        self.price = expm1(excess) - excess
+
+    def _queue_work_s(self, estimate: Appraisal, queue: RoomView) -> float:
+        """Return the seconds the endpoints need for the prompts in the wait queue, at the pace at
+        which they are sent.
+        """
+        return queue.waiting_s / (estimate.count * self._prefill_share)
+
+    def _threshold_s(self) -> float:
+        """Return the mean queue that is still free.
+
+        A burst may fill much of the TTFT budget, because it drains by itself. A queue that persists
+        because of overload must be short.
+        """
+        rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
+        return budget_s * (
+            rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
+        )
+
+    def _can_start_soon(self, query: Ask, candidates: Sequence[Candidate], count: int) -> bool:
+        """Return whether some candidate would begin the request soon without slowing running
+        answers down.
+
+        The policy may pick another candidate, so the excess of all endpoints together is bounded as
+        well. A tenant within its share need not wait as others do; those above it keep the pace.
+        """
+        slo, rule = query.request.slo, self._rule
+        leniency = 1.0
+        if self._usage.shared:
+            leniency = rule.immodest + rule.modest * (
+                1.0 - self._usage.excess(query.request.tenant)
+            )
+        bursts = leniency * (PASSING - (PASSING - 1.0) * self._overload)
+        if self._ahead_s > bursts * rule.burst_s * count:
+            return False
+        until = query.now + leniency * max(rule.hold_least_s, rule.hold_share * slo.ttft_s)
+        for candidate in candidates:
+            load = candidate.load
+            if (
+                load.available
+                and load.ready_at <= until
+                and self._pace.ahead_s(load, slo.tpot_s, query.now) <= leniency * rule.burst_s
+            ):
+                return True
+        return False
+
+    def _wait_s(self, tenant: str, estimate: Appraisal, queue: RoomView) -> float:
+        """Return how long a new request of the tenant would wait in the queue."""
+        if not queue.waiting:
+            return 0.0
+        return self._queue_work_s(estimate, queue) * min(1.0, queue.ahead(tenant) / queue.waiting)
+
+    def _retry_after(
+        self, query: Ask, estimate: Appraisal, queue: RoomView, excess_s: float
+    ) -> float | None:
+        """Return the Retry-After: the first unreserved moment after the queue has become shorter.
+
+        None, without a reservation, for a request whose client would not retry.
+        """
+        if not query.returns:
+            return None
+        per_s = queue.drain.per_s(query.now)
+        capacity = per_s * self._work_s if per_s is not None and self._work_s else None
+        return self._schedule.refuse(
+            identity(query), estimate.work_s, capacity, 2.0 * excess_s, query
+        )
+
+    # What it learns
+
+    def _learn(self, query: Ask, estimate: Appraisal) -> None:
+        """Update the typical budget and weight (harmonic means: tight and light ones count most)
+        and the typical work.
+        """
+        slo = query.request.slo
+        self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
+        self._typical_s = _mean(self._typical_s, estimate.work_s)
+        self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
+
+    def booked(self, query: Ask, pick: Pick) -> None:
+        request, load = query.request, pick.candidate.load
+        missing = max(1, request.prompt_tokens - pick.cached_tokens)
+        fill_s = prefill_s(load, missing, pick.cached_tokens)
+        context = request.prompt_tokens + request.output_tokens / 2
+        work_s = fill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
+        self._work_s = _mean(self._work_s, work_s)
+        self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
+        self._usage.offered(request.tenant, work_s, admitted=True)
+        if request.session:
+            cached_somewhere = max(query.cached, default=0)
+            self._sessions.began(
+                request.session,
+                request.prompt_tokens,
+                cached_somewhere,
+                pick.cached_tokens,
+                query.now,
+            )
+        self._ahead_s += fill_s
+        ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, query.now)
+        if (
+            request.session
+            or ahead_s > 0.5 * self._rule.burst_s
+            or load.ready_at - query.now > self._rule.hold_least_s
+        ):
+            self.calm = False
+
+    def ended(self, request: Request, outcome: Outcome) -> None:
+        if request.session:
+            context = (
+                None if outcome.ttft_s is None else request.prompt_tokens + outcome.output_tokens
+            )
+            self._sessions.ended(request.session, context, outcome.cached_tokens, outcome.now)
+
+    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
+        self._sessions.tick(now)
+        self._usage.tick(now)
+        self._schedule.forget(now)
+        self._kv_booked = _kv_booked(candidates)
+        tpot_s = 1.0 / self._tpot_budget if self._tpot_budget else STANDARD.tpot_s
+        self._prefill_share = self._pace.mean(candidates, tpot_s)
+        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        aheads_s = [self._pace.ahead_s(load, tpot_s, now) for load in loads]
+        self._ahead_s = sum(aheads_s)
+        queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
+        self.calm = (
+            not len(self._sessions)
+            and not len(self._schedule)
+            and queue_s < 0.5 * self._rule.hold_least_s
+            and max(aheads_s, default=0.0) <= 0.5 * self._rule.burst_s
+            and self._kv_booked < self._rule.kv_share
+        )
+        if self.calm:
+            self.price = 0.0
+
+
+def _kv_booked(candidates: Sequence[Candidate]) -> float:
+    """Return the booked share of the fleet's KV, counting shared prefixes once.
+
+    0 if its size is unknown.
+    """
+    kv_tokens = fleet_kv_tokens(candidates)
+    loads = [candidate.load for candidate in candidates if candidate.load.available]
+    return (
+        sum(load.timeline.kv_ratio * load.kv_booked for load in loads) / kv_tokens
+        if kv_tokens
+        else 0.0
+    )
+
+
+def _typical(mean: float | None, budget_s: float, standard_s: float) -> float:
+    """Return the running mean of 1 / budget including this one.
+
+    The first is compared with the standard class's.
+    """
+    known = 1.0 / standard_s if mean is None else mean
+    return _mean(mean, min(1.0 / budget_s, TIGHTER * known))
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + LEARN * (value - mean)

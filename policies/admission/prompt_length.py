@@ -1,0 +1,72 @@
+"""Correction of estimated prompt lengths by the lengths that engines report.
+
+One ratio per model, and a second one for its prompts with media. The estimate itself is the
+gateway's; answer lengths are in output_length.py.
+"""
+
+from __future__ import annotations
+
+LEAST_ANSWERS = 8  # before a ratio is used, and between two updates of it
+# smaller errors are ignored, so that all gateways of a fleet use the same estimate
+CLOSE_ENOUGH = 0.1
+MEMORY_TOKENS = 1 << 20  # estimated tokens, after which the history is halved
+# The most tokens of text per estimated token (one per byte), and of a chat template.
+MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
+# limits of a plausible ratio; outside of them the reported usage is wrong
+LOWEST, HIGHEST = 1 / 64, 16.0
+
+
+def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
+    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an image or file."""
+    return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
+
+
+class PromptLengths:
+    """Ratios of reported to estimated prompt tokens, learned from answers.
+
+    One writer: the code that ends requests.
+
+    ratios  by model and whether the prompt has media; absent where estimates are close enough
+    """
+
+    __slots__ = ("_sums", "ratios")
+
+    def __init__(self) -> None:
+        self.ratios: dict[tuple[str, bool], float] = {}
+        self._sums: dict[tuple[str, bool], list[float]] = {}
+
+    def counted(
+        self,
+        model: str,
+        has_media: bool,
+        estimated_tokens: int,
+        prompt_tokens: int,
+        answers: int = 1,
+    ) -> None:
+        """Record what engines counted for prompts that were estimated, uncorrected, as
+        `estimated_tokens` together.
+        """
+        key = model, has_media
+        seen = self._sums.get(key)
+        if seen is None:
+            seen = self._sums[key] = [0.0, 0.0, 0.0]
+        seen[0] += answers
+        seen[1] += estimated_tokens
+        seen[2] += prompt_tokens
+        if seen[0] >= LEAST_ANSWERS:
+            self._update(key, seen)
+
+    def _update(self, key: tuple[str, bool], seen: list[float]) -> None:
+        _, estimated, counted = seen
+        ratio = counted / estimated if estimated > 0 else 1.0
+        if abs(ratio - 1.0) > CLOSE_ENOUGH:
+            self.ratios[key] = min(HIGHEST, max(LOWEST, ratio))
+        else:
+            self.ratios.pop(key, None)
+        decay = 0.5 if estimated > MEMORY_TOKENS else 1.0
+        seen[:] = 0.0, estimated * decay, counted * decay
+
+    def corrected(self, model: str, has_media: bool, estimated_tokens: int) -> int:
+        """Return the estimate times the model's ratio, at least 1 if there is a ratio."""
+        ratio = self.ratios.get((model, has_media))
+        return estimated_tokens if ratio is None else int(estimated_tokens * ratio + 0.5) or 1

@@ -1,0 +1,181 @@
+"""Quotas: how many requests and tokens a tenant may use per minute.
+
+Two token buckets (Turner 1986, as in most API rate limits): full at first, at most one minute's
+worth, refilled evenly. Each gateway has its own buckets and subtracts what other gateways report.
+Shares of a contended pool are in policies/admission/fairness.py; refusals on the wire and the exchange between
+gateways are in the gateway.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Annotated
+
+import msgspec
+
+MINUTE_S = 60.0
+NOTHING_MISSING = 1e-9  # share of a limit below which a shortage is a rounding error
+DRIFT = 0.05
+"""Share of the difference to another gateway's level that one message corrects.
+
+All levels fall and refill equally, so without it a gateway that started later or was disconnected
+would never converge. When two messages cross, this share of what they report is given back.
+"""
+
+Count = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
+Level = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a tenant may use per minute. None: unlimited."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A refusal. `what` is requests or tokens, `limit` the number per minute, `remaining` the
+    number left now.
+
+    retry_after_s  until the request could be served
+    reset_s        until the bucket is full again
+    """
+
+    what: str
+    limit: int
+    remaining: int
+    retry_after_s: float
+    reset_s: float
+
+
+class Spent(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant used at one gateway since its last message; negative where more was given back.
+
+    requests_left, tokens_left  the bucket levels, had this usage not happened: what all gateways
+                                know. None: no such limit
+    """
+
+    requests: Count
+    tokens: Count
+    requests_left: Level | None
+    tokens_left: Level | None
+
+
+class Bucket:
+    """What is left of one limit. The level may be negative: usage beyond the estimate is owed."""
+
+    __slots__ = ("_at", "_level", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._level = float(limit)
+        self._at = -inf
+
+    def level(self, now: float) -> float:
+        """Return what is left at `now`; a clock that goes back refills nothing."""
+        if now > self._at:
+            if self._at > -inf:
+                self._level = min(
+                    float(self.limit), self._level + (now - self._at) * self.limit / MINUTE_S
+                )
+            self._at = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Subtract an amount, negative to give back; the level never exceeds the limit."""
+        self._level = min(float(self.limit), self._level - amount)
+
+    def missing_s(self, amount: float, now: float) -> float:
+        """Return the seconds until `amount` is available; 0 if it is.
+
+        More than a minute's worth waits for a full bucket.
+        """
+        missing = min(amount, float(self.limit)) - self.level(now)
+        return (
+            max(0.0, missing * MINUTE_S / self.limit)
+            if missing > NOTHING_MISSING * self.limit
+            else 0.0
+        )
+
+
+class Quota:
+    """The two limits of one tenant. One owner."""
+
+    __slots__ = ("_requests", "_tokens", "limits")
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._requests = (
+            None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute)
+        )
+        self._tokens = (
+            None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute)
+        )
+
+    def take(self, tokens: int, now: float, requests: int = 1) -> Refused | None:
+        """Take requests and tokens (prompts plus expected answers).
+
+        Return a Refused if either is short.
+
+        Each prompt of a list is one request. A refused request takes nothing.
+        """
+        refusal = None
+        for unit, bucket, amount in (
+            ("requests", self._requests, requests),
+            ("tokens", self._tokens, tokens),
+        ):
+            wait_s = 0.0 if bucket is None else bucket.missing_s(amount, now)
+            if (
+                bucket is not None
+                and wait_s > 0.0
+                and (refusal is None or wait_s > refusal.retry_after_s)
+            ):
+                left = bucket.level(now)
+                reset_s = (bucket.limit - left) * MINUTE_S / bucket.limit
+                refusal = Refused(unit, bucket.limit, max(0, int(left)), wait_s, reset_s)
+        if refusal is None:
+            self._count(requests, tokens)
+        return refusal
+
+    def correct(self, tokens: int) -> None:
+        """Charge the difference between actual and expected tokens; negative if fewer were used."""
+        self._count(0, tokens)
+
+    def give_back(self, tokens: int, requests: int = 1) -> None:
+        """Give back what a request took that was then refused for other reasons."""
+        self._count(-requests, -tokens)
+
+    def spent(self, requests: int, tokens: int, now: float) -> Spent:
+        """Return the message for other gateways about usage since the last one."""
+        return Spent(
+            requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
+        )
+
+    def elsewhere(self, theirs: Spent, ours: Spent) -> None:
+        """Subtract another gateway's usage.
+
+        `ours` is what that gateway has not received from here yet.
+        """
+        if self._requests is not None:
+            self._requests.take(
+                theirs.requests + _drift_correction(ours.requests_left, theirs.requests_left)
+            )
+        if self._tokens is not None:
+            self._tokens.take(
+                theirs.tokens + _drift_correction(ours.tokens_left, theirs.tokens_left)
+            )
+
+    def _count(self, requests: int, tokens: int) -> None:
+        if self._requests is not None:
+            self._requests.take(requests)
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+
+def _left(bucket: Bucket | None, taken: int, now: float) -> float | None:
+    return None if bucket is None else bucket.level(now) + taken
+
+
+def _drift_correction(ours: float | None, theirs: float | None) -> float:
+    """Return the correction that makes both levels converge."""
+    return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

@@ -1,0 +1,315 @@
+"""The working-set gate: a new session enters only while all contexts fit the fleet's KV.
+
+Beyond that, every request evicts what another will need, and goodput collapses (CONCUR, ICML 2026;
+Dynamo's session-aware queue). Contains which sessions count (across gateways), for how long an idle
+one does, and which fill level is too high; the last two are learned. The refusal itself is in
+priced.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import exp
+from typing import Annotated
+
+import msgspec
+
+from policies.admission.admission import DrainRate
+from policies.model import Candidate
+from policies.param_types import Number, Positive, Share
+
+CONTINUING_SHARE = 0.5
+"""A request without a session key that finds this share of its prompt cached counts as continuing
+one.
+"""
+
+
+class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of the gate.
+
+    start, least, most   memory_share: initial value and bounds of the share of the fleet's KV that
+                         sessions may fill
+    memory_s             how long a session counts after its last answer, until return times were
+                         measured;
+    shortest_s, longest_s  bounds of that
+    returning            share of returns that should find their session still counted
+    lost_most, lost_least  shares of continuing sessions' tokens found evicted, above which
+                           memory_share shrinks and below which it grows; period_s: minimum time
+                           between changes
+    remembered           maximum number of sessions stored, including expired ones
+    """
+
+    start: Positive = 0.7
+    least: Positive = 0.5
+    most: Positive = 0.9
+    memory_s: Positive = 180.0
+    shortest_s: Positive = 60.0
+    longest_s: Positive = 600.0
+    returning: Share = 0.95
+    lost_most: Share = 0.05
+    lost_least: Share = 0.01
+    period_s: Positive = 15.0
+    remembered: Number = 65_536
+
+    def __post_init__(self) -> None:
+        if not (self.least <= self.start <= self.most and self.shortest_s <= self.longest_s):
+            raise ValueError(
+                f"least <= start <= most and shortest_s <= longest_s are required, got {self}"
+            )
+        if self.lost_least > self.lost_most:
+            raise ValueError(
+                f"lost_least ({self.lost_least}) must not exceed lost_most ({self.lost_most})"
+            )
+
+
+Name = str | int
+"""Key of a session: its own name or, with several gateways, a digest they all compute equally."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A counted session as sent to other gateways. `silent_s`: time since its last request."""
+
+    session: Annotated[int, msgspec.Meta(ge=0)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+    silent_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class Session:
+    """One counted session.
+
+    `tokens`: its context as far as known; `believed`: cached tokens its last pick expected.
+    """
+
+    __slots__ = ("believed", "in_flight", "seen_s", "tokens")
+
+    def __init__(self, now: float) -> None:
+        self.tokens = self.believed = self.in_flight = 0
+        self.seen_s = now
+
+
+class WorkingSet:
+    """The counted sessions, least recently used first, and the expired ones. One owner.
+
+    tokens        context tokens of the counted sessions
+    memory_share  the share of the fleet's KV they may fill
+    memory_s      how long an idle session counts
+    """
+
+    __slots__ = (
+        "_active",
+        "_changed_s",
+        "_drain",
+        "_expected_tokens",
+        "_expired",
+        "_gate",
+        "_has_refused",
+        "_key_of",
+        "_lost_tokens",
+        "_updates",
+        "memory_s",
+        "phi",
+        "tokens",
+    )
+
+    def __init__(self, gate: SessionGate | None = None) -> None:
+        self._gate = gate or SessionGate()
+        self._active: dict[Name, Session] = {}
+        self._expired: dict[Name, float] = {}
+        self._key_of: Callable[[str], Name] | None = None
+        self._updates: dict[Name, None] = {}
+        self.tokens = 0
+        self.phi = self._gate.start
+        self.memory_s = self._gate.memory_s
+        self._lost_tokens = self._expected_tokens = 0.0
+        self._has_refused = False
+        self._changed_s = 0.0
+        self._drain = DrainRate(self._gate.memory_s)
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def holds(self, session: str) -> bool:
+        """Return whether the session is counted."""
+        return self._key(session) in self._active
+
+    def admits(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
+        """Return whether the session is counted already, or may enter with a context of this size.
+
+        Every session may enter while the fleet's KV is unknown or no session is counted: one that
+        is too large for any share must be served eventually.
+        """
+        if not session or kv_tokens is None or not self._active or self.holds(session):
+            return True
+        if self.tokens + tokens <= self.phi * kv_tokens:
+            return True
+        self._has_refused = True
+        return False
+
+    def room_in_s(self, tokens: int, kv_tokens: float, now: float) -> float | None:
+        """Return the seconds until that many more tokens may enter, at the rate at which sessions
+        expire.
+
+        None if unknown.
+        """
+        return self._drain.seconds_for(max(1.0, self.tokens + tokens - self.phi * kv_tokens), now)
+
+    def began(self, session: str, prompt_tokens: int, held: int, believed: int, now: float) -> None:
+        """Record a booked request of the session.
+
+        held      the most prompt tokens that any candidate has cached
+        believed  prompt tokens that the picked candidate has cached
+        """
+        name = self._key(session)
+        one = self._active.pop(name, None)
+        if one is None:
+            one = Session(now)
+            self._learn_retention(self._expired.pop(name, None), now)
+        else:
+            if not one.in_flight:
+                self._learn_retention(one.seen_s, now)
+            expected = min(one.tokens, prompt_tokens)
+            self._count_lost(expected, expected - held)
+        one.in_flight += 1
+        one.believed = believed
+        self._resize(one, prompt_tokens)
+        self._touch(name, one, now)
+
+    def ended(
+        self, session: str, context_tokens: int | None, cached_tokens: int | None, now: float
+    ) -> None:
+        """Record the end of one of its requests.
+
+        context_tokens  prompt and answer; None if there was no answer
+        cached_tokens   prompt tokens that the engine reported as cached
+        """
+        name = self._key(session)
+        one = self._active.pop(name, None)
+        if one is None:
+            return
+        one.in_flight = max(0, one.in_flight - 1)
+        self._touch(name, one, now)
+        if context_tokens is not None:
+            self._resize(one, context_tokens)
+        if cached_tokens is not None and one.believed > cached_tokens:
+            self._count_lost(0, one.believed - cached_tokens)
+
+    # Several gateways
+
+    def share(self, named: Callable[[str], Name]) -> None:
+        """Key sessions by `named`, as the other gateways do. Call it before any session enters."""
+        self._key_of = named
+
+    def elsewhere(self, members: Iterable[Member], age_s: float, now: float) -> None:
+        """Add sessions that other gateways served, as reported `age_s` ago.
+
+        They count like own ones until idle for too long, because the engines hold their contexts.
+        More recent own data is kept.
+        """
+        for member in members:
+            seen_s = now - age_s - member.silent_s
+            one = self._active.get(member.session)
+            if (one is not None and one.seen_s >= seen_s) or seen_s + self.memory_s <= now:
+                continue
+            self._expired.pop(member.session, None)
+            self._active.pop(member.session, None)
+            one = self._active[member.session] = one or Session(seen_s)
+            one.seen_s = seen_s
+            self._resize(one, member.tokens)
+
+    def untold(self, now: float) -> list[Member]:
+        """Return the sessions served here since the last call."""
+        names, self._updates = self._updates, {}
+        return list(_members(((name, self._active[name]) for name in names), now))
+
+    def members(self, now: float) -> Iterator[Member]:
+        """Return all counted sessions, for a gateway that has no state yet."""
+        return _members(tuple(self._active.items()), now)
+
+    # Time
+
+    def tick(self, now: float) -> None:
+        """Expire idle sessions, and adapt memory_share to the share of lost tokens."""
+        self._expire(now)
+        gate = self._gate
+        if now - self._changed_s < gate.period_s or not self._expected_tokens:
+            return
+        lost = self._lost_tokens / self._expected_tokens
+        if lost > gate.lost_most:
+            self.phi = max(gate.least, 0.9 * self.phi)
+        elif lost < gate.lost_least and self._has_refused:
+            self.phi = min(gate.most, self.phi + 0.01)
+        fade = exp(-gate.period_s / self.memory_s)
+        self._lost_tokens, self._expected_tokens = (
+            self._lost_tokens * fade,
+            self._expected_tokens * fade,
+        )
+        self._changed_s, self._has_refused = now, False
+
+    def _expire(self, now: float) -> None:
+        while self._active:
+            name, one = next(iter(self._active.items()))
+            too_many = len(self._active) > self._gate.remembered // 2
+            if one.seen_s + self.memory_s > now and not too_many:
+                return
+            del self._active[name]
+            if one.in_flight and not too_many:
+                self._touch(name, one, now)
+                continue
+            self.tokens -= one.tokens
+            self._updates.pop(name, None)
+            self._drain.completed(now, one.tokens)
+            self._expired[name] = one.seen_s
+            if len(self._expired) > self._gate.remembered // 2:
+                del self._expired[next(iter(self._expired))]
+
+    def _key(self, session: str) -> Name:
+        return session if self._key_of is None else self._key_of(session)
+
+    def _touch(self, name: Name, one: Session, now: float) -> None:
+        """Mark the session as the most recently used one, and queue it for other gateways."""
+        self._active[name] = one
+        one.seen_s = now
+        if self._key_of is not None:
+            self._updates[name] = None
+
+    def _learn_retention(self, left_s: float | None, now: float) -> None:
+        """Move the retention time towards the quantile of return times: up for each later return,
+        down for others.
+        """
+        gate = self._gate
+        if left_s is None or now - left_s > 2 * gate.longest_s:
+            return
+        late = now - left_s > self.memory_s
+        step = 0.05 * (gate.returning if late else gate.returning - 1.0)
+        self.memory_s = min(gate.longest_s, max(gate.shortest_s, self.memory_s * exp(step)))
+
+    def _count_lost(self, expected: int, lost: int) -> None:
+        self._expected_tokens += expected
+        self._lost_tokens += max(0, lost)
+
+    def _resize(self, one: Session, tokens: int) -> None:
+        self.tokens += tokens - one.tokens
+        one.tokens = tokens
+
+
+def _members(sessions: Iterable[tuple[Name, Session]], now: float) -> Iterator[Member]:
+    for name, one in sessions:
+        if isinstance(name, int):
+            yield Member(name, one.tokens, max(0.0, now - one.seen_s))
+
+
+def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
+    """Return the KV tokens of all available candidates; None if one is unknown."""
+    total = 0.0
+    for candidate in candidates:
+        load = candidate.load
+        if load.available:
+            if load.kv_tokens is None:
+                return None
+            total += load.kv_tokens
+    return total or None
+
+
+def continuing(prompt_tokens: int, cached_tokens: int) -> bool:
+    """Return whether a request without a session key seems to continue one."""
+    return cached_tokens >= CONTINUING_SHARE * prompt_tokens

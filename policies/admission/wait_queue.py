@@ -1,0 +1,516 @@
+"""The wait queue of one pool: permits, and the requests that wait for one.
+
+Pure and sans-IO: tickets are any hashable of the caller (futures in the gateway, numbers in a
+replay), time is an argument, and due verdicts are returned as a list. Whether a request may enter
+at all is decided by an Admission (policies/admission/admission.py).
+
+Order: first a request that has waited past the starvation bound (at most every fourth turn, so that
+one tenant cannot take all turns), then the tenant with the lowest counter (policies/admission/fairness.py). Within a
+tenant the highest priority comes first, then the least slack: the moment when its prefill must
+begin to meet its TTFT budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush, nsmallest
+from typing import Generic, TypeVar
+
+import msgspec
+
+from policies.admission import admission as verdicts
+from policies.admission.admission import (
+    Admission,
+    Admit,
+    DrainRate,
+    Outcome,
+    Shed,
+    Verdict,
+    Wait,
+    WaitingRoom,
+)
+from policies.admission.fairness import Counters, FairShares, charged_tokens
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Pick, Request
+from policies.pricing.cost_estimate import appraise
+
+T = TypeVar("T", bound=Hashable)
+
+STARVED_EVERY = 4
+TENANTS_ASKED = 4
+CHARGES_REMEMBERED = 4096
+
+LOOK_AGAIN_S = 0.1
+"""Minimum time between two prefix lookups of a waiting request."""
+
+
+class Waiter(Generic[T]):
+    """A waiting request.
+
+    `due_s`: when waiting becomes pointless; `must_begin_s`: slack as an absolute time.
+    """
+
+    __slots__ = (
+        *(
+            "again",
+            "arrived_s",
+            "ask",
+            "by_deadline",
+            "candidates",
+            "due_s",
+            "gone",
+            "looked_s",
+            "must_begin_s",
+        ),
+        *("own_s", "ticket", "tokens"),
+    )
+
+    def __init__(
+        self,
+        query: Ask,
+        candidates: Sequence[Candidate],
+        ticket: T,
+        timeout_s: float,
+        again: Callable[[float], Ask] | None,
+    ) -> None:
+        request, estimate = query.request, appraise(query, candidates)
+        self.ask, self.candidates, self.ticket, self.again = query, candidates, ticket, again
+        self.arrived_s = self.looked_s = query.now
+        self.own_s = estimate.prefill_s
+        self.tokens = charged_tokens(request, estimate.cached_tokens)
+        self.due_s = query.now + timeout_s
+        first_token_due_s = (request.arrived_s or query.now) + request.slo.ttft_s
+        self.by_deadline = (
+            request.deadline_s is not None and request.deadline_s - self.own_s < self.due_s
+        )
+        if request.deadline_s is not None:
+            first_token_due_s = min(first_token_due_s, request.deadline_s)
+            self.due_s = min(self.due_s, request.deadline_s - self.own_s)
+        self.must_begin_s = first_token_due_s - self.own_s
+        self.gone = False
+
+
+class Line(Generic[T]):
+    """The waiting requests of one tenant, most urgent first. `counter` ranks the tenant."""
+
+    __slots__ = ("counter", "heap", "size")
+
+    def __init__(self, counter: float) -> None:
+        self.counter = counter
+        self.heap: list[tuple[int, float, int, Waiter[T]]] = []
+        self.size = 0
+
+    def first(self) -> Waiter[T]:
+        while self.heap[0][-1].gone:
+            heappop(self.heap)
+        return self.heap[0][-1]
+
+    def last(self) -> Waiter[T]:
+        """Return the least urgent one. O(size)."""
+        return max(entry for entry in self.heap if not entry[-1].gone)[-1]
+
+
+class Room(Generic[T]):
+    """Permits and waiting requests of one pool.
+
+    Every arrival leaves by a verdict, by `cancel` or by `leave`.
+
+    in_flight       permits in use
+    capacity        places at available endpoints
+    is_new_arrival  whether the admission is being asked about a new request (for WaitQueueView)
+    waiting_s       prefill seconds of all waiting requests
+    """
+
+    __slots__ = (
+        *(
+            "_candidates",
+            "_charged",
+            "_counters",
+            "_has_unavailable",
+            "_due",
+            "_evicted",
+            "_fifo",
+            "_leaving",
+            "_queues",
+        ),
+        *(
+            "_sequence",
+            "_ranks",
+            "_tickets",
+            "_turns_since_starved",
+            "admission",
+            "at_door",
+            "capacity",
+            "drain",
+            "in_flight",
+        ),
+        *("limits", "waiting_s"),
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        limits: WaitingRoom | None = None,
+        shares: FairShares | None = None,
+    ) -> None:
+        self.admission = admission
+        self.limits = limits or WaitingRoom()
+        self.drain = DrainRate()
+        self.in_flight = self.capacity = 0
+        self.waiting_s = 0.0
+        self.at_door = False
+        self._candidates: Sequence[Candidate] = ()
+        self._leaving: Sequence[EndpointLoad] = ()
+        self._has_unavailable = False
+        self._counters = Counters(shares)
+        self._tickets: dict[T, Waiter[T]] = {}
+        self._queues: dict[str, Line[T]] = {}
+        self._ranks: list[tuple[float, int, str]] = []
+        self._fifo: deque[Waiter[T]] = deque()
+        self._due: list[tuple[float, int, Waiter[T]]] = []
+        self._evicted: list[tuple[T, Verdict]] = []
+        self._charged: dict[str, int] = {}
+        self._sequence = self._turns_since_starved = 0
+
+    # What an admission may see
+
+    @property
+    def waiting(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the waiting requests. O(waiting)."""
+        return sum(waiter.ask.request.prompt_tokens for waiter in self._tickets.values())
+
+    @property
+    def busy(self) -> int:
+        """Permits used on available endpoints.
+
+        Answers that still run on an ejected or leaving endpoint take no place.
+        """
+        if not self._has_unavailable:
+            return self.in_flight
+        loads = [candidate.load for candidate in self._candidates if not candidate.load.available]
+        return max(
+            0,
+            self.in_flight
+            - sum(load.in_flight - load.others.in_flight for load in (*loads, *self._leaving)),
+        )
+
+    def ahead(self, tenant: str) -> float:
+        """Return how many would enter before a new request of the tenant: by weight as many of each
+        tenant as of its own.
+
+        O(waiting tenants).
+        """
+        own, weight = self._queues.get(tenant), self._counters.weight
+        size = own.size if own is not None else 0
+        turns = (size + 1) / weight(tenant)
+        others = (
+            min(queue.size, turns * weight(name))
+            for name, queue in self._queues.items()
+            if queue is not own
+        )
+        return size + sum(others)
+
+    def first(self, tenant: str) -> bool:
+        """Return whether a new request of the tenant would enter next. O(waiting tenants)."""
+        if not self._tickets:
+            return True
+        counter = self._counters.of(tenant)
+        return tenant not in self._queues and all(
+            queue.counter >= counter for queue in self._queues.values()
+        )
+
+    def refresh(
+        self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()
+    ) -> None:
+        """Update the places after endpoints came, went or changed availability.
+
+        Call `settle` afterwards.
+
+        `leaving` are the loads of endpoints that are no longer candidates but still finish
+        requests.
+        """
+        for waiter in self._tickets.values():
+            if waiter.candidates is self._candidates:
+                waiter.candidates = candidates
+        self._candidates = candidates
+        self._leaving = [load for load in leaving if load.in_flight]
+        self.capacity = verdicts.capacity(candidates)
+        self._has_unavailable = bool(self._leaving) or not all(
+            candidate.load.available for candidate in candidates
+        )
+
+    def share(self, shares: FairShares) -> None:
+        """Use these tenant shares from now on."""
+        self._counters.share(shares)
+
+    # In and out
+
+    def take(self) -> bool:
+        """Take a permit on the fast path, without asking the admission: possible while the pool is
+        calm.
+        """
+        if (
+            self._tickets
+            or self.in_flight >= self.capacity
+            or self._has_unavailable
+            or not self.admission.calm
+        ):
+            return False
+        self.in_flight += 1
+        return True
+
+    def arrive(
+        self,
+        query: Ask,
+        candidates: Sequence[Candidate],
+        ticket: T,
+        again: Callable[[float], Ask] | None = None,
+    ) -> Verdict:
+        """Return the verdict on a new request.
+
+        Wait: `ticket` is in the queue, and `settle` returns its verdict after `timeout_s` at the
+        latest. Otherwise the ticket is not stored; Admit has taken a permit, which `leave` gives
+        back. `again` rebuilds the query at a later moment, because cached prefixes change while it
+        waits.
+        """
+        verdict = self.knock(query, candidates)
+        if isinstance(verdict, Wait):
+            return self._add(Waiter(query, candidates, ticket, verdict.timeout_s, again))
+        return verdict
+
+    def knock(self, query: Ask, candidates: Sequence[Candidate]) -> Verdict:
+        """Like `arrive`, for a request that does not queue if it would have to wait."""
+        self.at_door = True
+        try:
+            verdict = self.admission.judge(query, candidates, self)
+        finally:
+            self.at_door = False
+        if isinstance(verdict, Admit):
+            self.in_flight += 1
+        return verdict
+
+    def booked(self, query: Ask, pick: Pick) -> None:
+        """Charge the tenant of a request with a permit that was booked at an endpoint."""
+        request = query.request
+        tokens = charged_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
+        self._charge(request.tenant, tokens)
+        self.admission.booked(query, pick)
+
+    def leave(self, request: Request, outcome: Outcome) -> None:
+        """Give back a permit. Call `settle` afterwards."""
+        self.gone(outcome.now)
+        self.ended(request, outcome)
+
+    def gone(self, now: float) -> None:
+        """Give back the place only: the first half of `leave`, if the outcome is reported
+        separately.
+        """
+        self.in_flight -= 1
+        self.drain.completed(now)
+
+    def withdraw(self) -> None:
+        """Give back an unused permit. Call `settle` afterwards."""
+        self.in_flight -= 1
+
+    def unbooked(self, request: Request) -> None:
+        """Refund the tenant of a request that was admitted from the queue but found no endpoint, or
+        left first.
+        """
+        tokens = self._charged.pop(request.id, 0)
+        if tokens:
+            self._charge(request.tenant, -tokens)
+
+    def ended(self, request: Request, outcome: Outcome) -> None:
+        """Correct the charge of a booked request by its real length: the second half of `leave`."""
+        self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
+        self.admission.ended(request, outcome)
+
+    def cancel(self, ticket: T) -> bool:
+        """Remove a ticket from the queue; False if it was not in it."""
+        waiter = self._tickets.get(ticket)
+        if waiter is not None:
+            self._remove(waiter)
+        return waiter is not None
+
+    def tick(self, now: float) -> None:
+        """Run periodic work, about every 100 ms. Call `settle` afterwards."""
+        if not self._tickets:
+            self._counters.fade(now)
+        self.admission.tick(now, self._candidates)
+
+    def next_due(self) -> float | None:
+        """Return when `settle` must be called at the latest; None while no request waits."""
+        while self._due and self._due[0][-1].gone:
+            heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def settle(self, now: float) -> list[tuple[T, Verdict]]:
+        """Return the tickets with a verdict now, in order. Each Admit has taken a permit."""
+        verdicts_due, self._evicted = self._evicted, []
+        while (due := self.next_due()) is not None and due <= now:
+            waiter = self._due[0][-1]
+            self._remove(waiter)
+            verdicts_due.append((waiter.ticket, self._shed_late(waiter, now)))
+        while self._tickets and (turn := self._next(now)) is not None:
+            waiter, verdict, starved = turn
+            self._remove(waiter)
+            if isinstance(verdict, Admit):
+                self._admit(waiter, starved)
+            verdicts_due.append((waiter.ticket, verdict))
+        return verdicts_due
+
+    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+        """Charge the tenant for work that another gateway did."""
+        self._charge(tenant, tokens)
+
+    # The line
+
+    def _add(self, waiter: Waiter[T]) -> Verdict:
+        request = waiter.ask.request
+        if waiter.due_s <= waiter.arrived_s:
+            return self._shed_late(waiter, waiter.arrived_s)
+        if len(self._tickets) >= self.limits.size and not self._make_room(
+            request.tenant, waiter.arrived_s
+        ):
+            return verdicts.full(self, waiter.arrived_s)
+        if not self._tickets:
+            self._counters.fade(waiter.arrived_s)
+            self._counters.contended()
+        self._tickets[waiter.ticket] = waiter
+        self.waiting_s += waiter.own_s
+        self._enqueue(waiter)
+        return Wait(waiter.due_s - waiter.arrived_s)
+
+    def _enqueue(self, waiter: Waiter[T]) -> None:
+        request = waiter.ask.request
+        queue = self._queues.get(request.tenant)
+        if queue is None:
+            queue = self._queues[request.tenant] = Line(self._counters.of(request.tenant))
+            self._rank(request.tenant, queue)
+        self._sequence += 1
+        heappush(queue.heap, (-request.priority, waiter.must_begin_s, self._sequence, waiter))
+        queue.size += 1
+        heappush(self._due, (waiter.due_s, self._sequence, waiter))
+        self._fifo.append(waiter)
+
+    def _rank(self, tenant: str, queue: Line[T]) -> None:
+        self._sequence += 1
+        heappush(self._ranks, (queue.counter, self._sequence, tenant))
+
+    def _next(self, now: float) -> tuple[Waiter[T], Verdict, bool] | None:
+        """Return the next request to enter or to be refused, its verdict, and whether it is a
+        starvation turn.
+
+        None if all wait.
+
+        An admission may hold one tenant back and admit another, so several tenants are tried.
+        """
+        head, starved = self._head(now)
+        verdict = self._verdict(head, now)
+        if not isinstance(verdict, Wait):
+            return head, verdict, starved
+        if len(self._queues) > 1:
+            for name in nsmallest(
+                TENANTS_ASKED, self._queues, key=lambda name: self._queues[name].counter
+            ):
+                other = self._queues[name].first()
+                if other is not head and not isinstance(verdict := self._verdict(other, now), Wait):
+                    return other, verdict, False
+        return None
+
+    def _verdict(self, waiter: Waiter[T], now: float) -> Verdict:
+        if waiter.again is not None and now - waiter.looked_s >= LOOK_AGAIN_S:
+            waiter.ask, waiter.looked_s = waiter.again(now), now
+        return self.admission.judge(
+            msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self
+        )
+
+    def _head(self, now: float) -> tuple[Waiter[T], bool]:
+        """Return the request whose turn it is, and whether it is a starvation turn.
+
+        Requires a waiting request.
+        """
+        while self._fifo[0].gone:
+            self._fifo.popleft()
+        oldest = self._fifo[0]
+        if (
+            self._turns_since_starved >= STARVED_EVERY - 1
+            and now - oldest.arrived_s >= self.limits.starvation_s
+        ):
+            return oldest, True
+        while True:
+            counter, _, tenant = self._ranks[0]
+            queue = self._queues.get(tenant)
+            if queue is not None and queue.counter == counter:
+                return queue.first(), False
+            heappop(self._ranks)
+
+    def _admit(self, waiter: Waiter[T], starved: bool) -> None:
+        request = waiter.ask.request
+        self.in_flight += 1
+        self._turns_since_starved = 0 if starved else self._turns_since_starved + 1
+        counter = self._counters.of(request.tenant)
+        if all(queue.counter >= counter for queue in self._queues.values()):
+            self._counters.served(counter)
+        if len(self._charged) >= CHARGES_REMEMBERED:
+            self._charged.clear()
+        self._charged[request.id] = waiter.tokens
+        self._charge(request.tenant, waiter.tokens)
+
+    def _charge(self, tenant: str, tokens: float) -> None:
+        counter = self._counters.charge(tenant, tokens)
+        queue = self._queues.get(tenant)
+        if queue is not None and queue.counter != counter:
+            queue.counter = counter
+            self._rank(tenant, queue)
+
+    def _make_room(self, tenant: str, now: float) -> bool:
+        """Evict the least urgent request of the tenant with the longest queue by weight, if longer
+        than this tenant's.
+        """
+        weight = self._counters.weight
+        if not self._queues:  # the queue has size 0
+            return False
+        longest = max(self._queues, key=lambda name: self._queues[name].size / weight(name))
+        queue = self._queues.get(tenant)
+        own_size = (queue.size if queue is not None else 0) + 1
+        if own_size / weight(tenant) >= self._queues[longest].size / weight(longest):
+            return False
+        waiter = self._queues[longest].last()
+        self._remove(waiter)
+        self._evicted.append((waiter.ticket, verdicts.full(self, now)))
+        return True
+
+    def _remove(self, waiter: Waiter[T]) -> None:
+        tenant = waiter.ask.request.tenant
+        waiter.gone = True
+        del self._tickets[waiter.ticket]
+        self.waiting_s = self.waiting_s - waiter.own_s if self._tickets else 0.0
+        self._queues[tenant].size -= 1
+        if not self._queues[tenant].size:
+            del self._queues[tenant]
+        if len(self._due) + len(self._fifo) + len(self._ranks) > 8 * len(self._tickets) + 64:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop removed entries, so that memory follows the present queue."""
+        self._fifo = deque(waiter for waiter in self._fifo if not waiter.gone)
+        self._due = [entry for entry in self._due if not entry[-1].gone]
+        heapify(self._due)
+        self._ranks = []
+        for tenant, queue in self._queues.items():
+            queue.heap = [entry for entry in queue.heap if not entry[-1].gone]
+            heapify(queue.heap)
+            self._rank(tenant, queue)
+
+    def _shed_late(self, waiter: Waiter[T], now: float) -> Shed:
+        if not waiter.by_deadline:
+            return verdicts.timed_out(self, now)
+        deadline_s = waiter.ask.request.deadline_s or now
+        expected_s = self.drain.seconds_for(self.waiting + 1, now)
+        return verdicts.past_deadline(self, waiter.own_s, deadline_s - now, expected_s)

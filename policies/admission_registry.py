@@ -1,0 +1,68 @@
+"""Admission policies by name, with their typed parameters.
+
+A new admission policy is a struct with `build()` next to its rule, and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from policies.admission.admission import Admission, AdmissionPreset, Cap, Open
+from policies.admission.priced import Priced
+from policies.published.early_rejection import EarlyRejection
+from policies.published.saturation import GieSaturation, Probabilistic
+from policies.published.session_pause import SessionPause
+from policies.registry import PolicyConfigError, checked, near
+
+
+class OpenPreset(AdmissionPreset, frozen=True):
+    """Parameters of `none`: admit every request while an endpoint is available."""
+
+    def build(self) -> Admission:
+        return Open()
+
+
+class CapPreset(AdmissionPreset, frozen=True):
+    """Parameters of `cap`: concurrency caps and a wait queue."""
+
+    def build(self) -> Admission:
+        return Cap()
+
+
+_ADMISSIONS: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
+    {
+        "none": OpenPreset,
+        "cap": CapPreset,
+        "priced": Priced,
+        "early_rejection": EarlyRejection,
+        "gie_saturation": GieSaturation,
+        "probabilistic": Probabilistic,
+        "session_pause": SessionPause,
+    }
+)
+
+DEFAULT = "cap"
+"""The admission policy of a pool that names none."""
+
+
+def names() -> tuple[str, ...]:
+    """Return every admission name a configuration may use."""
+    return tuple(_ADMISSIONS)
+
+
+def params_type(name: str) -> type[AdmissionPreset]:
+    """Return the parameter struct of an admission. Raises PolicyConfigError for an unknown name."""
+    if name not in _ADMISSIONS:
+        raise PolicyConfigError(
+            f"unknown admission {name!r}{near(name, names())}; known: {', '.join(names())}"
+        )
+    return _ADMISSIONS[name]
+
+
+def build_admission(name: str, params: Mapping[str, object]) -> Admission:
+    """Build the admission of one pool from plain parameters.
+
+    Raises PolicyConfigError that names the problem.
+    """
+    return checked(name, params_type(name), params).build()

@@ -1,0 +1,121 @@
+"""Calibration of an endpoint's speed from the steps between two first tokens.
+
+Contains the measured stretch of steps (StepSpan), and which factor it corrects. The steps are
+engine_model.py's; the update of a factor is policies/engine/step_time.py's.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from operator import mul
+from typing import TYPE_CHECKING
+
+from policies.engine.step_time import FILLS
+
+if TYPE_CHECKING:
+    from policies.engine.engine_load import EngineLoad
+
+SHORT_S = 0.1  # spans below this measure the fixed cost of a step, or API latency
+LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
+LESSON_S = 0.1  # least time between two updates of a kind, because at high rates each adds little
+
+
+class Span:
+    """The consecutive steps since the last known moment, with their work by the prior.
+
+    anchor        when they began: at a first token, or, if `entered` is set, at the end of the
+                  decode step during which a prompt entered; then `wait_s` is the mean wait for that
+                  end
+    fills         prior seconds of their prefill, by how full the steps were (step_time.FILLS)
+    pairs_s, decode_s, steps  the part of that in attention (SpeedBelief.area_s); predicted time of
+                              decoding in between; number of steps
+    tight         a prompt had to wait for KV; foreign: the most prompt tokens that other gateways
+                  had waiting
+    taught_at, decoded_at  last update from first tokens, and from whole answers
+    """
+
+    __slots__ = (
+        *(
+            "anchor",
+            "decode_s",
+            "decoded_at",
+            "entered",
+            "fills",
+            "foreign",
+            "pairs_s",
+            "steps",
+            "taught_at",
+            "tight",
+        ),
+        "wait_s",
+    )
+
+    def __init__(self) -> None:
+        self.taught_at = self.decoded_at = -inf
+        self.begin(0.0)
+
+    def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
+        """Restart the measurement at this moment."""
+        self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
+        self.fills = [0.0] * (FILLS + 1)
+        self.pairs_s = self.decode_s = 0.0
+        self.steps = self.foreign = 0
+
+    def add(
+        self,
+        prefill_s: float,
+        filling: tuple[int, float],
+        pairs_s: float,
+        decode_s: float,
+        foreign_tokens: int,
+    ) -> None:
+        """Add a step. `filling` is how full its prompt tokens made it (StepCosts.filling)."""
+        part, beyond = filling
+        self.fills[part] += prefill_s * (1.0 - beyond)
+        self.fills[part + 1] += prefill_s * beyond
+        self.pairs_s += pairs_s
+        self.decode_s += decode_s
+        self.steps += 1
+        if foreign_tokens > self.foreign:
+            self.foreign = foreign_tokens
+
+
+def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
+    """Correct the learned speed by the real time of the span, unless a prompt waited for KV.
+
+    `ends` is the predicted end of the last step. The step that completed a prompt is known to a
+    fraction of its length. Prompts of other gateways were computed in between, all of them or none,
+    so the more of them there are, the less is learned.
+    """
+    belief = load.belief
+    spent_s = now - span.anchor
+    if spent_s > 0 and span.steps and not span.tight and now - span.taught_at >= LESSON_S:
+        span.taught_at = now
+        if spent_s >= SHORT_S or span.entered is None:
+            _steps(span, load, spent_s)
+        # If other sequences decode, the latency decides which step a prompt enters. It is measured
+        # best by short steps.
+        if (
+            span.entered is not None
+            and span.steps == 1
+            and (spent_s < SHORT_S or span.wait_s > 0.0)
+        ):
+            seen_s = belief.request_s + span.anchor + now - ends - span.entered - span.wait_s
+            belief.reached(seen_s, min(1.0, (SHORT_S / spent_s) ** 2))
+    span.begin(now)
+
+
+def _steps(span: Span, load: EngineLoad, spent_s: float) -> None:
+    """Correct the fixed cost by short steps, and the cost per token by long ones."""
+    belief = load.belief
+    foreign_s = span.foreign * belief.token_s
+    prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)
+    error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + foreign_s
+    layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
+    if spent_s < SHORT_S:
+        belief.layered(
+            max(0.1 * layers_s, prompt_s - prompts_s) / layers_s, (error_s / layers_s) ** 2
+        )
+    else:
+        ratio = max(0.1 * prompts_s, prompt_s - layers_s) / prompts_s
+        belief.prompted(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)

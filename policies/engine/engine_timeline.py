@@ -1,0 +1,196 @@
+"""The live model of one endpoint's engine: which ledger event moves what.
+
+The steps are engine_model.py's, learning from first tokens is calibration.py's, the forecast
+load_forecast.py's. Step times are in policies/engine/step_time.py, bookings in ledger.py.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from policies.engine import calibration, load_forecast
+from policies.engine.engine_model import Paper
+from policies.engine.output_length import Lately
+from policies.engine.running_averages import Arrivals
+
+if TYPE_CHECKING:
+    from policies.engine.engine_load import EngineLoad
+    from policies.engine.queued_prompt import Prompt
+
+# weight of one scrape, and the share of KV that must be in use for it to count
+KV_GAIN, LEAST_KV = 0.1, 0.05
+STALE_S = 0.002
+"""Maximum age of the forecast while nothing is queued."""
+
+
+class Timeline(Paper):
+    """The engine model, kept up to date by the ledger. One writer.
+
+    arrivals  what was sent to the endpoint lately
+    lengths   how long its answers turned out to be
+    """
+
+    __slots__ = ("arrivals", "lengths")
+
+    def __init__(self, now: float = 0.0) -> None:
+        super().__init__(now)
+        self.arrivals, self.lengths = Arrivals(now), Lately()
+
+    def arrive(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+        """Queue a prompt that is on its way to the engine, and add its work to the forecast."""
+        left, start = prompt.left, prompt.at
+        pairs = left * (start + 0.5 * left)
+        self.arrivals.came(left, now)
+        self.queue.append(prompt)
+        self.queued_tokens += left
+        self.queued_pairs += pairs
+        load.kv_free -= prompt.prompt_tokens
+        ready_at = load.ready_at
+        if ready_at < now:
+            ready_at = now + self.idle_s
+        load.ready_at = ready_at + left * load.token_s + pairs * load.pair_s
+        if load.due_at == inf:
+            load.due_at = load.ready_at + self.over_s
+
+    def expect(self, load: EngineLoad, prompt: Prompt) -> None:
+        """Expect a prompt whose KV another endpoint computes.
+
+        Nothing is queued. Its KV counts in the forecast at once, but does not keep other prompts
+        from beginning until it arrives.
+        """
+        prompt.left, prompt.planned, prompt.coming = 0, True, True
+        self.kv_coming += prompt.prompt_tokens
+        load.kv_free -= prompt.prompt_tokens
+
+    def handed(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+        """Start decoding an expected prompt, whose KV has arrived."""
+        self.advance(load, now)
+        self.start(prompt, now)
+        self._update_forecast(load, now)
+
+    def answered(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+        """Handle a prompt's first token: the step that completed it ended now."""
+        # it belongs to the step that has ended, and nothing was planned since
+        if not prompt.planned and self.together(now):
+            self.remove(prompt)
+            prompt.planned = True
+        elif (
+            not self.busy
+            and len(self.queue) == 1
+            and not prompt.planned
+            and self._was_taught_recently(now)
+        ):
+            self.skip(prompt, now)
+        else:
+            self.advance(load, now)
+            if not prompt.planned:
+                self.hurry(load, prompt, now)
+        if prompt in self.finishing:
+            self.close(now)
+            self.told_at = now
+        self.start(prompt, now)
+        self._update_forecast(load, now)
+
+    def _was_taught_recently(self, now: float) -> bool:
+        return now - self.span.taught_at < calibration.LESSON_S
+
+    def leave(
+        self, load: EngineLoad, prompt: Prompt, now: float, output_tokens: int | None
+    ) -> None:
+        """Remove a prompt that has ended, computed or not.
+
+        `output_tokens` is set if the answer is complete and its length known. The caller has
+        advanced the timeline to `now`.
+        """
+        if output_tokens is not None:
+            self.lengths.ended(output_tokens / prompt.sequences, prompt.output_tokens)
+        if prompt.decoding or prompt.locked:
+            self.prefixes.release(prompt.had)
+        if prompt.decoding:
+            if output_tokens is not None and prompt.told:
+                self._learn_decode_steps(load, prompt, output_tokens, now)
+            self.batch -= prompt.sequences
+            self.starts -= prompt.sequences * (prompt.prompt_tokens - prompt.tick)
+            if not self.batch:
+                self.starts = 0.0
+            if not self.busy:
+                self.began = now
+        else:
+            self.remove(prompt)
+            if prompt in self.finishing:
+                self.finishing.remove(prompt)
+            if prompt.locked:
+                self.kv_prompts -= prompt.prompt_tokens
+            elif prompt.coming:
+                self.kv_coming -= prompt.prompt_tokens
+        self._update_forecast(load, now)
+
+    def scraped(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
+        """Correct the model by a scrape.
+
+        `kv_usage` is the share of KV in use, None if not reported.
+        """
+        self.advance(load, now)
+        if kv_usage is not None:
+            self._learn_kv_sharing(load, kv_usage)
+        self.refresh(load, now)
+
+    def _learn_decode_steps(
+        self, load: EngineLoad, prompt: Prompt, output_tokens: int, now: float
+    ) -> None:
+        """Learn from the decode time of a complete answer, without the prefill steps in between."""
+        span = self.span
+        if now - span.decoded_at < calibration.LESSON_S:
+            return
+        prefills = self.prefill_steps - prompt.prefill_steps
+        steps = output_tokens / prompt.sequences - 1 - prefills
+        base_s = self.decode_base_s - prompt.decode_base_s
+        context_s = self.decode_context_s - prompt.decode_context_s
+        modelled = self.tick - prompt.tick - prefills
+        spent_s = now - prompt.began - (self.prefill_s - prompt.prefill_s)
+        # Undone steps have been subtracted at what they would take then.
+        if steps >= 8 and modelled > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
+            span.decoded_at = now
+            load.belief.decoded(
+                spent_s * modelled / steps, base_s, context_s, 1.0 / (steps * steps)
+            )
+
+    def _learn_kv_sharing(self, load: EngineLoad, kv_usage: float) -> None:
+        """Learn which share of the modelled KV the engine really uses, where each sequence has its
+        own prompt copy.
+
+        A scrape some seconds old is good enough, because prefixes are shared to the same extent
+        before and after. Without scrapes the capacity is unknown, and no wait for KV is predicted.
+        KV still computed by another endpoint is excluded on both sides.
+        """
+        if load.kv_tokens is None:
+            return
+        modelled = (
+            self.starts
+            + self.batch * self.tick
+            + sum(prompt.prompt_tokens for prompt in self.finishing)
+        )
+        if self.queue and self.queue[0].locked:
+            modelled += self.queue[0].at  # blocks are allocated chunk by chunk
+        prefixes = self.prefixes
+        prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (modelled - prefixes.tokens))
+        if modelled > LEAST_KV * load.kv_tokens:
+            self.kv_ratio += KV_GAIN * (
+                max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / modelled)) - self.kv_ratio
+            )
+
+    def refresh(self, load: EngineLoad, now: float) -> None:
+        """Recompute the forecast."""
+        load_forecast.refresh(self, load, now)
+
+    def _update_forecast(self, load: EngineLoad, now: float) -> None:
+        """Update the forecast after a change: when prompts are computed at once, the rest if it is
+        older than STALE_S.
+        """
+        if now - self.fresh_at >= STALE_S or self.queue or load.others.shares:
+            self.refresh(load, now)
+            return
+        self.stale = True
+        load.ready_at = self.ends if self.busy else self.began
+        load.due_at = load.ready_at if self.finishing else inf

@@ -1,0 +1,94 @@
+"""Expected length of answers, for requests whose client gave no limit.
+
+Contains running means per model, tenant and service class, and the remaining length of a running
+answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+MEMORY = 100  # number of answers a mean covers
+SEEN = 5  # answers until a mean has full weight against the more general one
+NOTHING = (0, 0.0)  # number and mean before the first answer
+SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected length
+
+
+class OutputLengths:
+    """Expected output tokens, learned from answers that ended.
+
+    One writer: the code that ends requests.
+
+    There are running means per model, per tenant and per service class of a tenant. A mean of few
+    answers is blended with the next more general one. At most `most` means are stored; the least
+    recently updated is dropped first. Raises ValueError if `most` is below 3.
+    """
+
+    __slots__ = ("_means", "_most")
+
+    def __init__(self, most: int = 4096) -> None:
+        if most < 3:
+            raise ValueError(
+                f"most must be at least 3, because an answer counts in three means; got {most}"
+            )
+        self._most = most
+        self._means: dict[tuple[str, ...], tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def ended(
+        self, model: str, tenant: str, slo: str, output_tokens: float, answers: int = 1
+    ) -> None:
+        """Record answers that ended by themselves, with their mean length."""
+        means = self._means
+        for key in ((model,), (model, tenant), (model, tenant, slo)):
+            count, mean = means.pop(key, NOTHING)
+            count = min(MEMORY, count + answers)
+            means[key] = count, mean + (output_tokens - mean) * min(1.0, answers / count)
+        while len(means) > self._most:
+            del means[next(iter(means))]
+
+    def expected(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
+        """Return the tokens to expect, at most `bound`; None if the model has no answers yet."""
+        estimate: float | None = None
+        for key in ((model,), (model, tenant), (model, tenant, slo)):
+            count, mean = self._means.get(key, NOTHING)
+            if count:
+                weight = min(1.0, count / SEEN)
+                estimate = mean if estimate is None else estimate + weight * (mean - estimate)
+        return estimate if estimate is None or bound is None else min(estimate, bound)
+
+
+class Lately:
+    """The last answers of one endpoint: their length relative to what had been expected of each."""
+
+    __slots__ = ("_ordered", "_ratios")
+
+    def __init__(self) -> None:
+        self._ratios = deque(SPREAD, MEMORY)
+        self._ordered: list[float] | None = None
+
+    def ended(self, output_tokens: float, expected_tokens: float) -> None:
+        """Record a completed answer."""
+        self._ratios.append(output_tokens / max(1.0, expected_tokens))
+        self._ordered = None
+
+    def left(self, generated_tokens: float, expected_tokens: float, share: float) -> float:
+        """Return the remaining tokens of an answer, if `share` (0 to 1) of the earlier ones that
+        got as far end before it.
+
+        An answer longer than all earlier ones is expected to double.
+        """
+        ordered = self._ordered
+        if ordered is None:
+            ordered = self._ordered = sorted(self._ratios)
+        expected = max(1.0, expected_tokens)
+        ended_earlier = bisect_right(ordered, generated_tokens / expected)
+        if ended_earlier == len(ordered):
+            return max(1.0, generated_tokens)
+        return (
+            ordered[ended_earlier + int(share * (len(ordered) - ended_earlier))] * expected
+            - generated_tokens
+        )

@@ -1,0 +1,73 @@
+"""Running averages of one engine: what it computed lately, and what was sent to it.
+
+Values and their updates only. They are read by load_forecast.py and ttft_simulation.py.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+
+RATE_S = 20.0  # averaging time of computed prompt tokens
+SHARE_S = 120.0  # averaging time of the share of steps with prompts
+ARRIVALS_S = 20.0  # averaging time of arrivals
+# share of the usual arrivals that is sent behind a waiting prompt; routing sends the rest elsewhere
+BEHIND = 0.7
+UNLIKELY = 0.5  # subtracted from the expected prompts: most prompts meet fewer than the mean
+LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be predicted
+
+
+class Averages:
+    """What an engine has been doing lately, according to its model.
+
+    rate         prompt tokens computed per second, averaged over RATE_S
+    share, pace  share of the time in steps with prompts, and such steps per second, averaged over
+                 SHARE_S
+    """
+
+    __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
+
+    def __init__(self, now: float) -> None:
+        self.at, self.born = now, inf
+        self.rate = self.share = self.pace = self.seen_s = 0.0
+        self.seen_steps = 0
+
+    def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
+        """Add what was planned and computed since the last update."""
+        passed = now - self.at
+        decay = exp(-passed / RATE_S)
+        self.rate = self.rate * decay + planned * (1.0 - decay) / passed
+        self.at = now
+        if self.born < now:
+            gain = min(1.0, passed / min(SHARE_S, now - self.born))
+            self.share += gain * ((prefill_s - self.seen_s) / passed - self.share)
+            self.pace += gain * ((prefill_steps - self.seen_steps) / passed - self.pace)
+        else:
+            self.born = now
+        self.seen_s, self.seen_steps = prefill_s, prefill_steps
+
+
+class Arrivals:
+    """What was sent to an endpoint lately, averaged over ARRIVALS_S: prompts, their uncached
+    tokens, and the time covered.
+    """
+
+    __slots__ = ("at", "prompts", "seconds", "tokens")
+
+    def __init__(self, now: float) -> None:
+        self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
+
+    def came(self, tokens: int, now: float) -> None:
+        """Record the arrival of a prompt with this many uncached tokens."""
+        decay = exp((self.at - now) / ARRIVALS_S)
+        self.at, self.seconds = now, self.seconds * decay + ARRIVALS_S * (1.0 - decay)
+        self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens
+
+    def behind(self, seconds: float) -> float:
+        """Return the prompt tokens expected to arrive within `seconds` behind a waiting prompt.
+
+        Closer to the median than to the mean, because a few prompts meet many others.
+        """
+        if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
+            return 0.0
+        prompts = BEHIND * seconds * self.prompts / self.seconds - UNLIKELY
+        return prompts * self.tokens / self.prompts if prompts > 0.0 else 0.0

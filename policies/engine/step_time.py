@@ -1,0 +1,301 @@
+"""Learned step times of one endpoint: a roofline prior, corrected by observations.
+
+Contains the analytic cost of an engine step (StepCosts), its prior for a GPU type and layout, and
+the online correction (SpeedBelief). What they mean for one request is in policies/latency/latency.py; observations
+come from calibration.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from operator import mul
+from types import MappingProxyType
+
+import msgspec
+
+from policies.engine.kalman import Kalman
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The constants of one engine step, in seconds per unit of work:
+
+    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
+    B + step_s
+
+    p are the prompt tokens and B the decoding sequences in the step, C is the total context of
+    these sequences, and area the sum over prompt chunks of chunk x (start + chunk / 2). `request_s`
+    is the API latency before the engine sees a request; `budget_tokens` bounds p + B (vLLM's
+    max_num_batched_tokens).
+    """
+
+    weights_s: float
+    token_s: float
+    wire_s: float
+    pair_s: float
+    context_s: float
+    sequence_s: float
+    step_s: float
+    request_s: float = 0.005
+    budget_tokens: int = 8192
+
+    def filling(self, tokens: float) -> tuple[int, float]:
+        """Return the part of FILLS that this many prompt tokens end in, and how much of that part
+        they use.
+        """
+        place = FILLS * tokens / self.budget_tokens
+        part = min(FILLS - 1, int(place))
+        return part, min(1.0, place - part)
+
+
+class _Gpu(msgspec.Struct, frozen=True):
+    """Public peak rates of one GPU type, and the share of them that engines reach.
+
+    Bytes/s of memory, dense FLOP/s in bf16 and with 8-bit weights, bytes/s of the link per
+    direction; efficiency of memory, matrix units, attention and link; microseconds per layer and
+    step, and per sequence of an 80-layer model.
+    """
+
+    memory: float
+    bf16: float
+    fp8: float
+    link: float
+    memory_eff: float
+    flops_eff: float
+    attention_eff: float
+    link_eff: float
+    layer_us: float
+    sequence_us: float
+
+
+GPUS: Mapping[str, _Gpu] = MappingProxyType(
+    {
+        "a100": _Gpu(2.039e12, 312e12, 312e12, 300e9, 0.74, 0.85, 0.71, 0.34, 69, 11),
+        "h100": _Gpu(3.35e12, 989e12, 1978e12, 450e9, 0.88, 0.72, 0.64, 0.51, 52, 7.6),
+        "h200": _Gpu(4.8e12, 989e12, 1978e12, 450e9, 0.84, 0.73, 0.60, 0.58, 53.6, 8.0),
+        "b200": _Gpu(7.7e12, 2250e12, 4500e12, 900e9, 0.93, 0.67, 0.51, 0.47, 59, 10.6),
+        "l40s": _Gpu(0.864e12, 362e12, 733e12, 32e9, 1.0, 0.68, 0.33, 0.11, 190, 50),
+    }
+)
+UNKNOWN_GPU = "h100"
+# A model of unknown size is assumed to fill a quarter of its GPUs' memory with 16-bit weights.
+UNKNOWN_PARAMS_PER_GPU = 8.75e9
+
+
+def shape_for(
+    gpu: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    params_b: float | None = None,
+    active_b: float | None = None,
+    kv_token_bytes: float | None = None,
+    weight_bytes: float = 2.0,
+    request_s: float = 0.005,
+    budget_tokens: int = 8192,
+) -> Shape:
+    """Return the prior for a TP group of `tp` x `pp` GPUs; unknown arguments get neutral values.
+
+    params_b, active_b   billions of parameters, and of those the ones that each token activates
+    kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16
+                         bits
+
+    Layers and width are derived from the parameters as in the Llama and Qwen families.
+    """
+    kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
+    params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
+    active = active_b * 1e9 if active_b is not None else params
+    layers = min(128.0, 32 * (active / 8e9) ** 0.42)
+    width = sqrt(active / (12 * layers))
+    kv_bytes = kv_token_bytes if kv_token_bytes is not None else 4096 * layers
+    flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
+    wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
+    # A pipeline works on as many steps at once as it has stages, but each token passes all stages.
+    return Shape(
+        weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
+        token_s=2 * active / (tp * pp * flops * kind.flops_eff),
+        wire_s=wire_bytes / (kind.link * kind.link_eff * pp),
+        pair_s=4 * width * layers / (tp * pp * kind.bf16 * kind.attention_eff),
+        context_s=kv_bytes / (min(tp, 8) * kind.memory * kind.memory_eff),
+        sequence_s=kind.sequence_us * 1e-6 * layers / 80,
+        step_s=layers * kind.layer_us * 1e-6,
+        request_s=request_s,
+        budget_tokens=budget_tokens,
+    )
+
+
+NEUTRAL = shape_for(tp=4)
+PRIOR_VAR = 0.25  # standard deviation of a prior's logarithm: 0.5
+PART_VAR = 0.02  # partly full steps cost about 15 % more or less per token than full ones
+# Attention and context costs depend on depth and width, which are guessed if unknown.
+PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05
+FILLS = 4  # parts of a full step; the pace is learned at their ends and interpolated in between
+MIX_GAIN = 0.1  # weight of one observation in the running mix of work
+# least weight of an observation of API latency, and the largest accepted latency
+REACH_GAIN, MOST_REACH_S = 0.05, 1.0
+
+
+class Speed:
+    """Factor on the prior for one kind of work in its usual mix, with the variance of its
+    logarithm.
+
+    Prices compare endpoints by it.
+    """
+
+    __slots__ = ("factor", "var")
+
+    def __init__(self, var: float) -> None:
+        self.factor, self.var = 1.0, var
+
+
+class Belief:
+    """Learned speed of one endpoint: a prior and correction factors.
+
+    Written by its timeline and ledger.
+
+    prompts  factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
+             quarters full, whose matrices do not fill the GPU; and on attention
+    decodes  factors on steps without prompts: on all of it, and on reading the context
+    layers   factor on the fixed part of a step with prompts
+    prefill, pairs, step  the same as one factor each, for the usual mix of work
+    paces    factors on the prefill part of steps at the ends of FILLS
+    request_s  API latency before the engine sees a request
+
+    The other attributes are the prior times its factors: `flop_s` per decoding sequence, `layers_s`
+    the fixed part of a step with prompts, `base_s` and `floor_s` the fixed part and lower bound of
+    one without; `area_s` is the prior's attention cost times its own factor only.
+    """
+
+    __slots__ = (
+        *(
+            "area_s",
+            "base_s",
+            "context_s",
+            "decodes",
+            "floor_s",
+            "flop_s",
+            "layers",
+            "layers_s",
+            "pair_s",
+        ),
+        *(
+            "_context",
+            "_mix",
+            "_reached",
+            "paces",
+            "pairs",
+            "prefill",
+            "prompts",
+            "request_s",
+            "room",
+            "sequence_s",
+        ),
+        *("shape", "step", "token_s"),
+    )
+
+    def __init__(self, shape: Shape = NEUTRAL) -> None:
+        self.shape = shape
+        self.prompts = Kalman(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
+        self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
+        self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
+        self.request_s, self.room = shape.request_s, shape.budget_tokens
+        self._reached = 1.0  # the prior counts as one observation
+        self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
+        self.settle()
+
+    def settle(self) -> None:
+        """Recompute the products of prior and factors."""
+        self._settle_prompts()
+        self._settle_layers()
+        self._settle_decodes()
+
+    def _settle_prompts(self) -> None:
+        shape, (whole, *parts, pairs) = self.shape, self.prompts.factors
+        self.paces = [whole * part for part in parts] + [whole]
+        slow = sum(map(mul, self._mix, self.paces))
+        self.prefill.factor, self.prefill.var = slow, self.prompts.var
+        self.pairs.factor, self.pairs.var = pairs, self.prompts.covar[-1][-1]
+        self.area_s = pairs * shape.pair_s
+        self.token_s, self.pair_s = slow * (shape.token_s + shape.wire_s), slow * self.area_s
+
+    def _settle_layers(self) -> None:
+        self.layers_s = self.layers.factors[0] * self.shape.step_s
+
+    def _settle_decodes(self) -> None:
+        shape, (slower, context) = self.shape, self.decodes.factors
+        self.step.factor = slower * (1.0 - self._context + self._context * context)
+        self.step.var = self.decodes.var
+        self.context_s, self.sequence_s = (
+            slower * context * shape.context_s,
+            slower * (shape.sequence_s + shape.wire_s),
+        )
+        self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
+        self.base_s = slower * shape.step_s
+
+    def pace(self, tokens: float) -> float:
+        """Return the factor on the prefill part of a step with this many prompt tokens."""
+        part, beyond = self.shape.filling(tokens)
+        less = self.paces[part]
+        return less + beyond * (self.paces[part + 1] - less)
+
+    def prompts_s(self, tokens: float, pairs: float) -> float:
+        """Return the prior seconds that prompt tokens and query-key pairs add to a step.
+
+        Only attention's own factor is included; multiply by `pace(tokens)`.
+        """
+        compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
+        return (
+            (compute_s if compute_s > weights_s else weights_s)
+            + self.shape.wire_s * tokens
+            + self.area_s * pairs
+        )
+
+    def beside_s(self, batch: int, context: float) -> float:
+        """Return the seconds that decoding sequences with this total context add to a step with
+        prompts.
+        """
+        return self.context_s * context + (self.sequence_s + self.flop_s) * batch
+
+    def prompted(
+        self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
+    ) -> None:
+        """Learn that prefill took `ratio` times as long as predicted.
+
+        fills    its prior seconds, distributed over the ends of FILLS as `pace` interpolates
+        pairs_s  the part of them that is attention
+        """
+        raw_s = sum(fills)
+        parts_s = [*map(mul, fills, self.paces)]
+        believed_s = sum(parts_s)
+        shares = (1.0, *(part_s / believed_s for part_s in parts_s[:FILLS]), pairs_s / raw_s)
+        self.prompts.observe(ratio, shares, noise_var)
+        self._mix = [
+            share_s + MIX_GAIN * (seen_s / raw_s - share_s)
+            for share_s, seen_s in zip(self._mix, fills, strict=True)
+        ]
+        self._settle_prompts()
+
+    def layered(self, ratio: float, noise_var: float) -> None:
+        """Learn that the fixed part of prefill steps took `ratio` times as long as predicted."""
+        self.layers.observe(ratio, (1.0,), noise_var)
+        self._settle_layers()
+
+    def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
+        """Learn from decode steps that took `seen_s`.
+
+        Their prior is `base_s`, plus `context_s` to read the context.
+        """
+        factor, context = self.decodes.factors
+        context_s *= context
+        share = context_s / (base_s + context_s)
+        self.decodes.observe(seen_s / (factor * (base_s + context_s)), (1.0, share), noise_var)
+        self._context += MIX_GAIN * (share - self._context)
+        self._settle_decodes()
+
+    def reached(self, seen_s: float, weight: float = 1.0) -> None:
+        """Learn the time a request needed to reach the scheduler.
+
+        `weight` (0 to 1) is the evidence of this observation.
+        """
+        self._reached += weight
+        gain = weight * max(REACH_GAIN, 1.0 / self._reached)
+        self.request_s += gain * (min(MOST_REACH_S, max(0.0, seen_s)) - self.request_s)

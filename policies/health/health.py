@@ -1,0 +1,254 @@
+"""Endpoint health: from events at an endpoint to whether it may be used.
+
+Contains the state machine of one endpoint, as a table, and the rule for a whole pool. Probes and
+the delivery of events are the gateway's.
+
+    UP         in use. Consecutive failures are counted; a success resets them.
+    EJECTED    not in use. A successful probe after `until` ends it. The pool rule may overrule it,
+               unless the cause is CONNECT_FAILED: no engine answers at that address.
+    DEAD       the same, reported by the engine itself (/health): nothing overrules it.
+    RETURNING  a probe succeeded: in use again, and one failure ejects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from random import Random
+from types import MappingProxyType
+
+import msgspec
+
+
+class State(StrEnum):
+    """Health of one endpoint; see the module's table."""
+
+    UP = "up"
+    EJECTED = "ejected"
+    DEAD = "dead"
+    RETURNING = "returning"
+
+
+class Event(StrEnum):
+    """An event at an endpoint.
+
+    IGNORED: a 4xx answer or a client disconnect, which say nothing about its health.
+
+    CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
+    PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
+    """
+
+    SUCCEEDED = "succeeded"
+    IGNORED = "ignored"
+    CONNECT_FAILED = "connect_failed"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    PROBE_OK = "probe_ok"
+    PROBE_OK_NEEDED = "probe_ok_needed"
+    PROBE_FAILED = "probe_failed"
+    ENGINE_DEAD = "engine_dead"
+    SLOW = "slow"
+
+
+class HealthLimits(msgspec.Struct, frozen=True):
+    """When to eject an endpoint and for how long.
+
+    failures_in_a_row    consecutive failures that eject; a refused connection ejects at once
+    first_s, longest_s   length of the first ejection; each further one doubles, up to the longest.
+                         A failed probe doubles it only for a slow endpoint, a failure after a
+                         return always
+    jitter               random variation of each length, as a share of it, so that returns do not
+                         coincide
+    successes_to_return  successful answers after a probe before the endpoint counts as up
+    forgive_s            time in use without an ejection after which the doubling starts over
+    ejected_share        share of a pool that passive evidence may eject (at least one endpoint,
+                         never the last)
+    """
+
+    failures_in_a_row: int = 3
+    first_s: float = 1.0
+    longest_s: float = 300.0
+    jitter: float = 0.2
+    successes_to_return: int = 3
+    forgive_s: float = 60.0
+    ejected_share: float = 0.5
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The health of one endpoint.
+
+    since      when the state began; until: when an ejection ends (seconds on the caller's clock)
+    failures   consecutive failures while UP; successes: since the probe while RETURNING
+    ejections  ejections not yet forgiven: the exponent of the next length
+    cause      the event that ejected it; None after it has fully recovered
+    """
+
+    state: State = State.UP
+    since: float = 0.0
+    until: float = 0.0
+    failures: int = 0
+    successes: int = 0
+    ejections: int = 0
+    cause: Event | None = None
+
+
+class _Transition(msgspec.Struct, frozen=True):
+    event: Event
+    now: float
+    rng: Random
+    limits: HealthLimits
+
+
+def advance(health: Health, event: Event, now: float, rng: Random, limits: HealthLimits) -> Health:
+    """Return the health after `event` at `now`. Pairs that are not in the table change nothing.
+
+    Reports of earlier requests to an ejected endpoint are left out of the table on purpose: twenty
+    streams that break together are one event, and must not double the back-off twenty times.
+    """
+    rule = _TABLE.get((health.state, event))
+    return rule(health, _Transition(event, now, rng, limits)) if rule else health
+
+
+def probe_due(health: Health, now: float) -> bool:
+    """Return whether an ejection has run out, so that a probe may decide about the return."""
+    return health.state in (State.EJECTED, State.DEAD) and now >= health.until
+
+
+def is_unreachable(health: Health) -> bool:
+    """Return whether the endpoint is ejected because no engine answers at its address."""
+    return health.state is State.EJECTED and health.cause is Event.CONNECT_FAILED
+
+
+def is_proven(health: Health) -> bool:
+    """Return whether the endpoint has had no failure, or a success since its last one."""
+    if health.state is State.UP:
+        return not health.failures
+    return health.state is State.RETURNING and health.successes > 0
+
+
+def available(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
+    """Return which endpoints of a pool may be used, in the order of the argument.
+
+    Endpoints that are up or returning may; dead and unreachable ones may not. Of those ejected by
+    passive evidence, at most `ejected_share` stay out (at least one, but never all): if half a pool
+    seems to fail, the cause is more likely in front of it than in it. Those whose ejection ends
+    first are used again first.
+    """
+    living = [not (health.state is State.DEAD or is_unreachable(health)) for health in pool]
+    most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))
+    ejected = [
+        index
+        for index, health in enumerate(pool)
+        if health.state is State.EJECTED and living[index]
+    ]
+    ejected.sort(key=lambda index: pool[index].until, reverse=True)
+    out = frozenset(ejected[: max(0, most_out)])
+    return [alive and index not in out for index, alive in enumerate(living)]
+
+
+def _count_failure(health: Health, transition: _Transition) -> Health:
+    failures = health.failures + 1
+    if failures >= transition.limits.failures_in_a_row:
+        return _eject(health, transition)
+    return msgspec.structs.replace(health, failures=failures)
+
+
+def _eject(health: Health, transition: _Transition) -> Health:
+    return _put_out(health, transition, State.EJECTED)
+
+
+def _die(health: Health, transition: _Transition) -> Health:
+    return _put_out(health, transition, State.DEAD)
+
+
+def _put_out(health: Health, transition: _Transition, state: State) -> Health:
+    limits = transition.limits
+    jitter = 1.0 + limits.jitter * (2.0 * transition.rng.random() - 1.0)
+    backoff_s = limits.first_s * 2.0 ** min(health.ejections, 64)
+    until = transition.now + min(limits.longest_s, backoff_s * jitter)
+    return Health(
+        state, transition.now, until, ejections=health.ejections + 1, cause=transition.event
+    )
+
+
+def _mark_unreachable(health: Health, transition: _Transition) -> Health:
+    """Change an ejection's cause to unreachable; its length stays."""
+    if is_unreachable(health):
+        return health
+    return msgspec.structs.replace(health, cause=Event.CONNECT_FAILED)
+
+
+def _stay_out(health: Health, transition: _Transition) -> Health:
+    """Keep the endpoint out after a failed probe; a new endpoint gets its first cause.
+
+    Only the probe of a slow endpoint costs the engine work, so those become rarer.
+    """
+    if health.cause is None:
+        return msgspec.structs.replace(health, cause=transition.event)
+    if health.cause is not Event.SLOW or transition.now < health.until:
+        return health
+    extended = _put_out(health, transition, health.state)
+    return msgspec.structs.replace(extended, since=health.since, cause=health.cause)
+
+
+def _return(health: Health, transition: _Transition) -> Health:
+    """Return the endpoint after a successful probe, but not before `until`, to damp flapping."""
+    if transition.now < health.until:
+        return health
+    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+
+
+def _return_needed(health: Health, transition: _Transition) -> Health:
+    """Return the only endpoint of a pool after a successful probe: at once, or after a second if it
+    flaps.
+    """
+    if health.ejections > 1 and transition.now < min(
+        health.until, health.since + transition.limits.first_s
+    ):
+        return health
+    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+
+
+def _recover(health: Health, transition: _Transition) -> Health:
+    if health.successes + 1 < transition.limits.successes_to_return:
+        return msgspec.structs.replace(health, successes=health.successes + 1)
+    return Health(State.UP, transition.now, ejections=health.ejections, cause=health.cause)
+
+
+def _on_success(health: Health, transition: _Transition) -> Health:
+    """Reset consecutive failures after a success, and in time the ejections.
+
+    Usually allocates nothing.
+    """
+    if health.ejections and transition.now - health.since >= transition.limits.forgive_s:
+        return Health(State.UP, health.since)
+    return msgspec.structs.replace(health, failures=0) if health.failures else health
+
+
+_Rule = Callable[[Health, _Transition], Health]
+
+_TABLE: Mapping[tuple[State, Event], _Rule] = MappingProxyType(
+    {
+        (State.UP, Event.SUCCEEDED): _on_success,
+        (State.UP, Event.CONNECT_FAILED): _eject,
+        (State.UP, Event.FAILED): _count_failure,
+        (State.UP, Event.TIMED_OUT): _count_failure,
+        (State.UP, Event.PROBE_FAILED): _count_failure,
+        (State.UP, Event.ENGINE_DEAD): _die,
+        (State.UP, Event.SLOW): _eject,
+        (State.RETURNING, Event.SUCCEEDED): _recover,
+        (State.RETURNING, Event.CONNECT_FAILED): _eject,
+        (State.RETURNING, Event.FAILED): _eject,
+        (State.RETURNING, Event.TIMED_OUT): _eject,
+        (State.RETURNING, Event.PROBE_FAILED): _eject,
+        (State.RETURNING, Event.ENGINE_DEAD): _die,
+        (State.RETURNING, Event.SLOW): _eject,
+        (State.EJECTED, Event.PROBE_OK): _return,
+        (State.EJECTED, Event.PROBE_OK_NEEDED): _return_needed,
+        (State.EJECTED, Event.PROBE_FAILED): _stay_out,
+        (State.EJECTED, Event.CONNECT_FAILED): _mark_unreachable,
+        (State.EJECTED, Event.ENGINE_DEAD): _die,
+        (State.DEAD, Event.PROBE_OK): _return,
+        (State.DEAD, Event.PROBE_OK_NEEDED): _return_needed,
+    }
+)

@@ -1,0 +1,319 @@
+"""Speed outliers: endpoints that take much longer than their peers for the same work.
+
+Contains the comparison of an endpoint with the peers of its pool (review). Evidence and verdict
+with hysteresis are in policies/health/speed_record.py; the gateway acts on verdicts. What is compared:
+
+    TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
+            is excluded: a step begins at the previous first token, so a long queue does not count
+            as slow.
+    TPOT    seconds per token of streams, binned by the number of streams. Time with prefill is
+            excluded.
+    ANSWER  seconds of whole (non-streamed) answers, binned by their length.
+
+Peers have the same declaration (role, engine, layout, label `gpu`). They are compared bin by bin.
+Where no peer did work of that size, the nearest bin is scaled by the roofline of the kind
+(policies/engine/step_time.py). An endpoint without peers is compared with the whole pool and judged by its usual
+ratio to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping, Sequence
+from math import ceil
+
+import msgspec
+
+from policies.engine.step_time import NEUTRAL, Shape
+from policies.health.speed_record import (
+    BINS,
+    RECENT,
+    Measure,
+    Samples,
+    Slowness,
+    SpeedRecord,
+    Track,
+)
+
+CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
+BUSIER = 1.25
+LEAST_ONGOING_S = 0.1
+
+
+class SlowLimits(msgspec.Struct, frozen=True):
+    """When an endpoint counts as slow.
+
+    factor     ratio to the peers from which on it is slow; 0: never
+    clear      ratio below which a suspect is normal again
+    reviews    consecutive reviews, each with fresh evidence, before a suspect is slow
+    usual_margin  how far above its own usual ratio an endpoint must be as well
+    least_s    seconds by which a sample must exceed the peers', by measure; smaller differences are
+               irrelevant to clients
+    """
+
+    factor: float = 2.5
+    clear: float = 1.6
+    reviews: int = 3
+    usual_margin: float = 1.5
+    least_s: tuple[float, float, float] = (0.025, 0.003, 0.1)
+
+
+class Member(msgspec.Struct, frozen=True, eq=False):
+    """One endpoint of a pool under review.
+
+    `kind`: equal for peers. `step_tokens`: most tokens in its prefill step.
+    """
+
+    record: SpeedRecord
+    kind: Hashable
+    shape: Shape = NEUTRAL
+    step_tokens: int = 0
+
+
+def review(members: Sequence[Member], now: float, limits: SlowLimits) -> Yardsticks:
+    """Compare the endpoints of a pool, once a second, and set the verdicts in their records.
+
+    Returns the times that each kind of endpoint takes for its work.
+    """
+    for member in members:
+        member.record.prepare(now)
+    findings = [_Finding() for _ in members]
+    yardsticks: dict[tuple[Hashable, Measure], Peers] = {}
+    for measure in Measure:
+        _compare(members, measure, now, findings, limits, yardsticks)
+    for member, finding in zip(members, findings, strict=True):
+        record = member.record
+        record.judge(finding.worst, finding.change, finding.clear, limits.reviews)
+        record.output *= RECENT
+        for track in record.tracks:
+            track.age()
+    return yardsticks
+
+
+def yardsticks(members: Sequence[Member], now: float) -> Yardsticks:
+    """What each kind of endpoint takes for its work, as far as that is known now. Judges no endpoint."""
+    for member in members:
+        member.record.prepare(now)
+    by_kind: dict[Hashable, list[SpeedRecord]] = {}
+    for member in members:
+        by_kind.setdefault(member.kind, []).append(member.record)
+    return {
+        (kind, measure): Peers(measure, [record.tracks[place].reference for record in records])
+        for kind, records in by_kind.items()
+        for place, measure in enumerate(Measure)
+    }
+
+
+class _Finding:
+    """The result of all measures for one endpoint."""
+
+    __slots__ = ("change", "clear", "worst")
+
+    def __init__(self) -> None:
+        self.worst: Slowness | None = None
+        self.change, self.clear = 0, True
+
+
+class Peers:
+    """The mean times of one measure at several endpoints, by bin, sorted."""
+
+    __slots__ = ("_means", "_measure", "count")
+
+    def __init__(self, measure: Measure, references: Sequence[Samples]) -> None:
+        self._measure = measure
+        self.count = sum(samples.total > 0.0 for samples in references)
+        self._means = [
+            sorted(
+                samples.seconds[bin_] / samples.counts[bin_]
+                for samples in references
+                if samples.counts[bin_]
+            )
+            for bin_ in range(BINS)
+        ]
+
+    def expected_s(self, recent: Samples, own: Samples, shape: Shape) -> float:
+        """Return the time the others would have taken for the samples; 0 if unknown.
+
+        `own` is one of the references.
+        """
+        total = 0.0
+        for bin_, count in enumerate(recent.counts):
+            if count > 1e-9:
+                each_s = self._without(bin_, own) or self._scaled(bin_, own, shape)
+                if not each_s:
+                    return 0.0
+                total += count * each_s
+        return total
+
+    def usual_s(self, work: int, shape: Shape) -> float:
+        """Return the time for this much work; 0 if unknown."""
+        return self.other_s(work, None, shape)
+
+    def other_s(self, work: int, own: Samples | None, shape: Shape) -> float:
+        """Return the time the other endpoints take for this much work; 0 if unknown."""
+        bin_ = min(BINS - 1, work.bit_length())
+        return self._without(bin_, own) or self._scaled(bin_, own, shape)
+
+    def _without(self, bin_: int, own: Samples | None) -> float:
+        """Return the median of the others in a bin; 0 if there is none."""
+        means = self._means[bin_]
+        if own is None or not own.counts[bin_]:
+            return median_without(means, -1) if means else 0.0
+        own_index = bisect_left(means, own.seconds[bin_] / own.counts[bin_])
+        return median_without(means, own_index) if len(means) > 1 else 0.0
+
+    def _scaled(self, bin_: int, own: Samples | None, shape: Shape) -> float:
+        """Return the time of the nearest bin with others, scaled by the roofline."""
+        for distance in range(1, BINS):
+            for near in (bin_ - distance, bin_ + distance):
+                if 0 <= near < BINS and (near_s := self._without(near, own)):
+                    return (
+                        near_s
+                        * _work_s(self._measure, shape, bin_)
+                        / _work_s(self._measure, shape, near)
+                    )
+        return 0.0
+
+
+def median_without(ordered: Sequence[float], left_out: int) -> float:
+    """Return the median of sorted values without the one at `left_out`.
+
+    Of all if there is no such index.
+    """
+    others = len(ordered) - (0 <= left_out < len(ordered))
+    skip = left_out if left_out >= 0 else len(ordered)
+    low, high = (index if index < skip else index + 1 for index in ((others - 1) // 2, others // 2))
+    return 0.5 * (ordered[low] + ordered[high])
+
+
+Yardsticks = Mapping[tuple[Hashable, Measure], Peers]
+
+
+def _compare(
+    members: Sequence[Member],
+    measure: Measure,
+    now: float,
+    findings: Sequence[_Finding],
+    limits: SlowLimits,
+    yardsticks: dict[tuple[Hashable, Measure], Peers],
+) -> None:
+    """Add one measure to the findings, and its times to the yardsticks."""
+    index_of_measure = _MEASURES.index(measure)
+    tracks = [member.record.tracks[index_of_measure] for member in members]
+    pool = Peers(measure, [track.reference for track in tracks])
+    kinds: dict[Hashable, list[int]] = {}
+    for index, member in enumerate(members):
+        kinds.setdefault(member.kind, []).append(index)
+    for kind, indices in kinds.items():
+        peers = Peers(measure, [tracks[index].reference for index in indices])
+        yardsticks[kind, measure] = peers
+        for index in indices:
+            track, shape = tracks[index], members[index].shape
+            has_peers = peers.count - (track.reference.total > 0.0) > 0
+            yardstick = peers if has_peers else pool
+            usual, samples = track.usual_ratio, track.recent
+            if measure is Measure.TTFT:
+                factor = limits.factor * (1.0 if has_peers else usual)
+                samples = _samples_with_running_step(members[index], track, yardstick, now, factor)
+            if not samples.total or not (has_peers or pool.count > 1):
+                continue
+            expected_s = yardstick.expected_s(samples, track.reference, shape)
+            slowness = _ratio(track, samples, expected_s, measure, limits, has_peers)
+            if slowness is None or (
+                measure is Measure.ANSWER and _is_busier(members, index, indices)
+            ):
+                continue
+            finding = findings[index]
+            if slowness.ratio >= limits.clear:
+                finding.clear = False
+            if _is_slow(
+                samples,
+                slowness,
+                limits,
+                limits.least_s[index_of_measure],
+                usual if has_peers else 0.0,
+            ) and (finding.worst is None or slowness.ratio > finding.worst.ratio):
+                finding.worst, finding.change = slowness, 0
+                if track.fresh or samples is not track.recent:
+                    latest = track.latest(samples)
+                    latest_s = yardstick.expected_s(latest, track.reference, shape) * (
+                        1.0 if has_peers else usual
+                    )
+                    finding.change = 1 if sum(latest.seconds) >= limits.clear * latest_s else -1
+
+
+def _samples_with_running_step(
+    member: Member, track: Track, yardstick: Peers, now: float, factor: float
+) -> Samples:
+    """Return the recent samples, plus the current prefill step if peers would have finished it long
+    ago.
+    """
+    record, tokens = member.record, member.step_tokens
+    seconds = now - record.since
+    if not record.waiting or not tokens or not factor or seconds < LEAST_ONGOING_S:
+        return track.recent
+    peers_s = yardstick.other_s(tokens, track.reference, member.shape)
+    if not peers_s or seconds < factor * peers_s:
+        return track.recent
+    samples = track.recent.copy()
+    samples.add(min(BINS - 1, tokens.bit_length()), seconds)
+    return samples
+
+
+def _is_busier(members: Sequence[Member], index: int, peers: Sequence[int]) -> bool:
+    """Return whether it generates more tokens than its peers, so that its answers take longer."""
+    outputs = sorted(members[peer].record.output for peer in peers if peer != index)
+    return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
+
+
+def _ratio(
+    track: Track,
+    samples: Samples,
+    expected_s: float,
+    measure: Measure,
+    limits: SlowLimits,
+    has_peers: bool,
+) -> Slowness | None:
+    """Return the ratio to the peers, or without peers to what is usual; None if unknown."""
+    spent_s, total = sum(samples.seconds), samples.total
+    if expected_s <= 0.0 or spent_s <= 0.0:
+        return None
+    ratio = spent_s / expected_s
+    usual = track.usual_ratio
+    limit = limits.factor if has_peers else limits.clear * usual if usual else ratio + 1.0
+    if track.fresh and ratio < limit:
+        track.learn(ratio)
+    if has_peers:
+        return Slowness(measure, ratio, spent_s / total, expected_s / total)
+    if not usual:
+        return None
+    return Slowness(measure, ratio / usual, spent_s / total, expected_s * usual / total)
+
+
+def _is_slow(
+    samples: Samples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float
+) -> bool:
+    limit = limits.factor
+    if usual:  # an endpoint that is usually nearly as slow needs a higher ratio
+        limit = max(limit, limits.usual_margin * min(limit, usual))
+    if not limits.factor or slowness.ratio < limit or slowness.seconds - slowness.peers_s < least_s:
+        return False
+    needed = samples.least if slowness.ratio < 2.0 * limit else samples.least / 3.0
+    return samples.total >= needed - 1e-6
+
+
+def _work_s(measure: Measure, shape: Shape, bin_: int) -> float:
+    """Return the prior seconds of work in the middle of a bin. Only ratios of these are used."""
+    work = 0.75 * (1 << bin_)
+    if measure is Measure.ANSWER:
+        return work
+    if measure is Measure.TPOT:
+        stream_s = shape.wire_s + shape.sequence_s + shape.context_s * CONTEXT_TOKENS
+        return shape.step_s + max(shape.weights_s, shape.token_s * work) + stream_s * work
+    steps = ceil(work / shape.budget_tokens)
+    pairs_s = shape.pair_s * work * 0.5 * work
+    compute_s = max(steps * shape.weights_s, shape.token_s * work)
+    return shape.request_s + steps * shape.step_s + compute_s + shape.wire_s * work + pairs_s
+
+
+_MEASURES = tuple(Measure)

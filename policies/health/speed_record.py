@@ -1,0 +1,373 @@
+"""Speed evidence of one endpoint: samples by size of work, and the verdict of the last comparison.
+
+It is gathered on every pool, whatever its policy reads, so a request costs one append; samples are
+aggregated at the next review. The comparison with peers is in policies/health/speed_outlier.py; samples are taken by the
+gateway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from enum import StrEnum
+from itertools import islice
+from math import ceil, exp, log
+from operator import sub
+
+import msgspec
+
+BINS = 24
+SAME_STEP_S, SAME_STEP_SHARE = 0.002, 0.05
+"""First tokens that follow each other within this time, or this share of the step, come from one
+step.
+"""
+
+RECENT, REFERENCE = 0.76, 0.966
+"""Factors on the evidence per second: half of it is gone after 2.5 s and after 20 s."""
+
+NEEDED = (6.0, 3.0, 6.0)
+"""Samples a verdict needs, by measure; a third of them at twice the ratio.
+
+This many never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
+covers all streams over one second.
+"""
+
+MOST_UNCOUNTED = 64
+"""Samples per measure between two reviews; further ones are not needed for a mean."""
+
+LEAST_SHARE_CLEAR = 0.2
+"""Share of a second without prefill that is needed to measure the pace of a stream."""
+
+JOIN_S = 0.03
+"""A prompt sent so soon after a prefill step began may be part of it: engines first end the decode step under way."""
+
+LEAST_OVERTAKEN_S = 0.1
+"""Shorter delays of a step that was given up are no evidence."""
+
+LEAST_PACED = 3.0
+"""Prompts that an endpoint has to complete before it counts as one that keeps pace."""
+
+USUAL_GAIN, LEAST_USUAL = 0.05, 20
+FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
+
+
+class Measure(StrEnum):
+    """What an endpoint is slow at."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    ANSWER = "answer"
+
+
+class Verdict(StrEnum):
+    """SUSPECT: gets few requests while others have room. SLOW: should be ejected."""
+
+    NORMAL = "normal"
+    SUSPECT = "suspect"
+    SLOW = "slow"
+
+
+class Slowness(msgspec.Struct, frozen=True):
+    """How slow an endpoint is: `seconds` per sample where its peers take `peers_s` for the same
+    work.
+    """
+
+    measure: Measure
+    ratio: float
+    seconds: float
+    peers_s: float
+
+
+class Samples:
+    """Seconds and counts by bin of work.
+
+    `total` is the sum of counts; the last `least` of them never expire.
+    """
+
+    __slots__ = ("counts", "least", "seconds", "total")
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+        self.seconds = [0.0] * BINS
+        self.counts = [0.0] * BINS
+        self.total = 0.0
+
+    def add(self, bin_: int, seconds: float) -> None:
+        self.seconds[bin_] += seconds
+        self.counts[bin_] += 1.0
+        self.total += 1.0
+
+    def mean_s(self, work: int) -> float:
+        """The mean of the samples of such work; 0 if there are none."""
+        place = min(BINS - 1, work.bit_length())
+        return self.seconds[place] / self.counts[place] if self.counts[place] > 1e-9 else 0.0
+
+    def copy(self) -> Samples:
+        return self.less(Samples(self.least))
+
+    def less(self, other: Samples) -> Samples:
+        """Return the difference to older samples."""
+        difference = Samples(self.least)
+        difference.seconds = [*map(sub, self.seconds, other.seconds)]
+        difference.counts = [*map(sub, self.counts, other.counts)]
+        difference.total = self.total - other.total
+        return difference
+
+    def decay(self, factor: float) -> None:
+        """Expire a share of the samples, but never all of the last few."""
+        if self.total <= self.least:
+            return
+        factor = max(factor, self.least / self.total)
+        self.seconds = [value * factor for value in self.seconds]
+        self.counts = [value * factor for value in self.counts]
+        self.total *= factor
+
+
+class Track:
+    """One measure of one endpoint.
+
+    recent, reference  the same samples with fast and slow decay: evidence about it, and reference
+                       for its peers
+    fresh_count        samples since the last review
+    log_usual_ratio    logarithm of its usual ratio, over `review_count` reviews
+    """
+
+    __slots__ = ("_reviewed", "_uncounted", "fresh", "recent", "reference", "seen", "usual")
+
+    def __init__(self, needed: float) -> None:
+        self.recent, self.reference = Samples(needed), Samples(needed)
+        self._reviewed = Samples(needed)
+        self._uncounted: list[tuple[int, float]] = []
+        self.fresh = self.seen = 0
+        self.usual = 0.0
+
+    def add(self, work: int, seconds: float) -> None:
+        """Record a sample: `work` in prompt tokens, streams or output tokens.
+
+        It is aggregated at the next review.
+        """
+        if len(self._uncounted) < MOST_UNCOUNTED:
+            self._uncounted.append((work, seconds))
+
+    def count(self) -> None:
+        """Aggregate the samples since the last review."""
+        samples, self._uncounted = self._uncounted, []
+        self.fresh += len(samples)
+        for work, seconds in samples:
+            bin_ = min(BINS - 1, work.bit_length())
+            self.recent.add(bin_, seconds)
+            self.reference.add(bin_, seconds)
+
+    def age(self) -> None:
+        """Let the samples of one second decay."""
+        self.recent.decay(RECENT)
+        self.reference.decay(REFERENCE)
+        if self.fresh:
+            self._reviewed = self.recent.copy()
+        self.fresh = 0
+
+    def latest(self, judged: Samples) -> Samples:
+        """Return the part of these samples that came since the last review."""
+        return judged.less(self._reviewed)
+
+    def restart(self) -> None:
+        """Discard the evidence; the usual ratio is kept."""
+        least = self.recent.least
+        self.recent, self.reference, self.fresh = Samples(least), Samples(least), 0
+        self._reviewed = Samples(least)
+        self._uncounted = []
+
+    @property
+    def usual_ratio(self) -> float:
+        """Its usual ratio to its peers; 0 until known."""
+        return exp(self.usual) if self.seen >= LEAST_USUAL else 0.0
+
+    def learn(self, ratio: float) -> None:
+        """Update the usual ratio by one that indicates no fault."""
+        self.seen += 1
+        self.usual += max(USUAL_GAIN, 1.0 / self.seen) * (log(ratio) - self.usual)
+
+
+class SpeedRecord:
+    """Speed evidence of one endpoint, and the verdict of the last review.
+
+    since      begin of the current prefill step: the previous first token, or the sending of the
+               first waiting prompt
+    has_kept_pace  since the last restart(), a review has found completed prompts there as fast as
+               its peers'
+    prefill_s  total seconds in which a prompt was waiting, up to `since`
+    output     tokens of recent whole answers
+    slowness   why it is suspect or slow; kept while it is ejected
+    """
+
+    __slots__ = (
+        *(
+            "_begun",
+            "_clear_from",
+            "_probe_at",
+            "_probe_gap_s",
+            "_queue",
+            "_step_s",
+            "_step_tokens",
+            "_streak",
+        ),
+        *("has_kept_pace", "output", "prefill_s", "since", "slowness", "tracks", "verdict"),
+    )
+
+    def __init__(self) -> None:
+        self.tracks = tuple(Track(needed) for needed in NEEDED)
+        self._queue: deque[int] = deque()
+        self._begun = 0  # prompts in the queue that the step under way may compute
+        self.since = self.prefill_s = 0.0
+        self._step_s, self._step_tokens = 0.0, 0
+        self._clear_from = self.output = self._probe_at = 0.0
+        self._probe_gap_s = FIRST_PROBE_GAP_S
+        self._streak = 0
+        self.has_kept_pace = False
+        self.verdict = Verdict.NORMAL
+        self.slowness: Slowness | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Prompts sent there whose first token is observable and has not come."""
+        return len(self._queue)
+
+    def sent(self, tokens: int, now: float) -> None:
+        """Record a sent prompt with an observable first token; `tokens` of it are not cached."""
+        if not self._queue:
+            self.since = now
+            self._begun = 1
+        elif now - self.since < JOIN_S:
+            self._begun += 1
+        self._queue.append(tokens)
+
+    def dropped(self, tokens: int) -> None:
+        """Record that a prompt was cancelled before its first token."""
+        with suppress(ValueError):
+            self._queue.remove(tokens)
+
+    def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
+        """Take a prompt back because another endpoint answered first, or because it was late.
+
+        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint in doubt the step
+        is expected to last as long again. `work` is what the step had to compute at most.
+        """
+        if not self._queue or self._queue[0] != tokens:
+            self.dropped(tokens)
+            return
+        seconds = now - self.since
+        if self._step_tokens:
+            self.tracks[0].add(self._step_tokens, self._step_s)
+        self._step_s, self._step_tokens = 0.0, 0
+        self._queue.popleft()
+        self.since, self._begun = now, len(self._queue)
+        self.prefill_s += seconds
+        if seconds >= LEAST_OVERTAKEN_S:
+            self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
+
+    def first_token(self, tokens: int, now: float) -> None:
+        """Record a first token; `tokens` of its prompt were not cached."""
+        seconds = now - self.since
+        self.since = now
+        queue = self._queue
+        if queue and queue[0] == tokens:
+            queue.popleft()
+        else:
+            self.dropped(tokens)
+        self._begun = len(queue)
+        self.prefill_s += seconds
+        if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
+            self._step_s += seconds
+            self._step_tokens += tokens
+            return
+        if self._step_tokens:
+            self.tracks[0].add(self._step_tokens, self._step_s)
+        self._step_s, self._step_tokens = seconds, tokens
+
+    def streamed(self, streams: int, tokens: int, seconds: float, now: float) -> None:
+        """Record that `streams` streams generated `tokens` together in the last `seconds`."""
+        clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)
+        clear_s = seconds - (clear_from - self._clear_from)
+        self._clear_from = clear_from
+        if streams and clear_s > LEAST_SHARE_CLEAR * seconds:
+            self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
+
+    def answered(self, tokens: int, seconds: float) -> None:
+        """Record a whole answer."""
+        self.output += tokens
+        self.tracks[2].add(tokens, seconds)
+
+    def take_probe(self, now: float) -> bool:
+        """Return whether an ejected endpoint may get a timed probe now.
+
+        The interval doubles each time.
+        """
+        if now < self._probe_at:
+            return False
+        self._probe_gap_s = min(MOST_PROBE_GAP_S, 2.0 * self._probe_gap_s)
+        self._probe_at = now + self._probe_gap_s
+        return True
+
+    def accept(self) -> None:
+        """Discard all evidence, because the endpoint is in rotation again."""
+        self.restart()
+        self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
+
+    def restart(self) -> None:
+        """Discard the measurements, because the endpoint was ejected or returns."""
+        for track in self.tracks:
+            track.restart()
+        self._step_s, self._step_tokens = 0.0, 0
+        self._streak = 0
+        self.has_kept_pace = False
+        self.verdict = Verdict.NORMAL
+
+    def prepare(self, now: float) -> None:
+        """Aggregate the samples before a review; the last step counts as ended."""
+        if not self.waiting or now - self.since > SAME_STEP_S:
+            if self._step_tokens:
+                self.tracks[0].add(self._step_tokens, self._step_s)
+            self._step_s, self._step_tokens = 0.0, 0
+        for track in self.tracks:
+            track.count()
+
+    def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
+        """Return the most prompt tokens that the current step may have to compute before its first
+        token.
+
+        Engines take `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
+        `others` are prompts among them without an observable first token; any number of these may
+        come first.
+        """
+        if others or not self._queue:
+            return waiting_tokens
+        return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
+
+    def begun_tokens(self, step_tokens: int) -> int:
+        """Of `step_tokens`, those of prompts that were there when the step under way began: its likely size."""
+        queue = self._queue
+        return (
+            step_tokens
+            if self._begun >= len(queue)
+            else min(step_tokens, sum(islice(queue, self._begun)))
+        )
+
+    def judge(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> Verdict:
+        """Set and return the verdict of a review.
+
+        change  1 if the latest samples were slow too, -1 if they were not, 0 without any
+        clear   no measure is near the limit
+        """
+        if found is not None:
+            self.slowness = found
+            self._streak = max(0, self._streak + change)
+        elif clear:
+            self._streak, self.slowness = 0, None
+        slow = self._streak >= reviews
+        self.verdict = Verdict.SLOW if slow else Verdict.SUSPECT if self._streak else Verdict.NORMAL
+        prompts = self.tracks[0]
+        if (
+            clear and found is None and prompts.reference.total >= LEAST_PACED
+        ) or prompts.usual_ratio:
+            self.has_kept_pace = True
+        return self.verdict

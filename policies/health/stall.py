@@ -1,0 +1,155 @@
+"""Stalls: prefill steps under way that already take longer than the peers of their endpoint would need.
+
+A review (policies/health/speed_outlier.py) compares completed work once a second. A stall is visible earlier, in the age of one step. It is
+weak evidence: requests that wait there are hedged, and an endpoint in doubt gets no new ones until the next review.
+Not here: the age of a step (policies/health/speed_record.py), and the ejection of an endpoint (policies/health/speed_outlier.py, policies/health/health.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.health import speed_outlier
+from policies.health.speed_outlier import Member, Peers, Yardsticks
+from policies.health.speed_record import Measure, SpeedRecord, Verdict
+from policies.load import NO_CEILING, EndpointLoad
+
+LEAST_LATE_S = 0.1
+"""No step and no request is late before this. For an endpoint that has kept pace it is also the least gain."""
+
+UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
+"""A step is a stall from this multiple of the peers' time on."""
+
+LATE_FACTOR = 2.0
+"""A request is late from this multiple of its expected time on."""
+
+DOUBT_RATIO, DOUBT_S = 3.0, 2.0
+"""From this multiple on the endpoint is in doubt: it gets few requests for so long, which is two reviews."""
+
+SUSPECT_CEILING = 1
+"""Requests at once for an endpoint that seems slow, while others have room."""
+
+RAMP_S, RAMP_END = 0.5, 64
+"""After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that even out what each
+endpoint was given in the past would otherwise send it a burst."""
+
+LEAST_PEERS = 2
+"""Endpoints with completed prompts from which on expectations are only renewed by reviews."""
+
+
+class Expectations:
+    """What work takes at the endpoints of one pool. A review replaces `yardsticks`."""
+
+    __slots__ = ("yardsticks",)
+
+    def __init__(self) -> None:
+        self.yardsticks: Yardsticks = {}
+
+    def stalled(self, members: Sequence[Member], now: float) -> list[tuple[float, int]]:
+        """Ratio and index of the members whose prefill step under way takes much longer than at their peers.
+
+        The worst comes first. While little is known, expectations are built from what has been completed since the
+        last review.
+        """
+        measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
+        if measured < min(LEAST_PEERS, len(members)):
+            self.yardsticks = speed_outlier.yardsticks(members, now)
+        ratios = [(self._step_ratio(member, now), index) for index, member in enumerate(members)]
+        return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
+
+    def left_s(
+        self, member: Member, measure: Measure, work: int, waited_s: float, now: float
+    ) -> float | None:
+        """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
+        yardstick = self.yardsticks.get((member.kind, measure))
+        if yardstick is None:
+            return None
+        expected_s = _usual_s(member, yardstick, measure, work)
+        ratio = self._step_ratio(member, now) if measure is Measure.TTFT else 0.0
+        return left_s(member.record, expected_s, waited_s, ratio)
+
+    def first_byte_s(self, member: Member, measure: Measure, work: int) -> float | None:
+        """Seconds to the first byte of an answer that waits for so much work; None while that is not known."""
+        yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
+        if yardstick is None:
+            return None
+        own_s = record.tracks[_PLACES[measure]].reference.mean_s(work)
+        usual_s = own_s or yardstick.usual_s(work, member.shape)
+        return (
+            usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
+        )
+
+    def _step_ratio(self, member: Member, now: float) -> float:
+        """Age of the prefill step under way over what peers need for it; 0 if it is no stall."""
+        record = member.record
+        age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
+        if not record.waiting or age_s < LEAST_LATE_S or yardstick is None:
+            return 0.0
+        usual_s = _usual_s(member, yardstick, Measure.TTFT, record.begun_tokens(member.step_tokens))
+        is_stall = age_s >= (PROVEN_RATIO if is_proven(record) else UNPROVEN_RATIO) * usual_s
+        return age_s / usual_s if usual_s and is_stall else 0.0
+
+
+def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
+    """The indices of stalled members to doubt now: at least half of all members stay free of doubt.
+
+    `doubted`: for every member, whether it is doubted already.
+    """
+    free, result = len(doubted) - sum(doubted), list[int]()
+    for ratio, index in stalled:
+        if ratio < DOUBT_RATIO:
+            break
+        if not doubted[index]:
+            if 2 * (free - 1) < len(doubted):
+                continue
+            free -= 1
+        result.append(index)
+    return result
+
+
+def is_doubted(load: EndpointLoad) -> bool:
+    """Whether the endpoint is in doubt or suspect: it gets one request at a time, or none."""
+    return load.ceiling <= SUSPECT_CEILING
+
+
+def raised_ceiling(ceiling: int) -> int:
+    """The next ceiling after a doubt: requests at once while others have room."""
+    return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_CEILING
+
+
+def is_proven(record: SpeedRecord) -> bool:
+    """Whether the endpoint has completed prompts at its peers' speed and no review suspects it now."""
+    return record.has_kept_pace and record.verdict is Verdict.NORMAL
+
+
+def left_s(
+    record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
+) -> float | None:
+    """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
+
+    expected_s   what its endpoint would usually need for it and for the prompts before it
+    step_ratio   age of the step under way there over what peers need for it; 0 if it is no stall
+
+    The estimate is that a delay lasts as long again as it has lasted. An endpoint that has not kept pace yet may as
+    well be broken: there the whole time counts as delay, and any gain is worth a hedge.
+    """
+    is_late = waited_s >= LATE_FACTOR * expected_s or step_ratio > 0.0
+    if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:
+        return None
+    ratio = 0.0 if record.slowness is None else record.slowness.ratio
+    if not is_proven(record):
+        return max(waited_s, max(ratio, 2.0 * step_ratio) * expected_s - waited_s)
+    ratio = max(ratio, 2.0 * step_ratio - 1.0)
+    return max(waited_s - expected_s, ratio * expected_s - waited_s) - LEAST_LATE_S
+
+
+def _usual_s(member: Member, yardstick: Peers, measure: Measure, work: int) -> float:
+    """What the endpoint usually needs for the work, by its peers' times; by its own where it has no peers."""
+    track = member.record.tracks[_PLACES[measure]]
+    peers_s = yardstick.other_s(work, track.reference, member.shape)
+    return (
+        peers_s * max(1.0, track.usual_ratio) if peers_s else yardstick.usual_s(work, member.shape)
+    )
+
+
+_PLACES = {measure: place for place, measure in enumerate(Measure)}

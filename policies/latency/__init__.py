@@ -1,0 +1,1 @@
+"""Predictions of TTFT and TPOT from the model of an engine."""

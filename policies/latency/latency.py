@@ -1,0 +1,65 @@
+"""Expected TTFT and TPOT of one request at an endpoint, from the endpoint's forecast.
+
+Plain functions of EngineLoad. Step times and what is learned about them are in policies/engine/step_time.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from policies.engine.engine_load import EngineLoad
+    from policies.model import Candidate
+
+
+def backlog_s(load: EngineLoad, now: float) -> float:
+    """Return the seconds until the prompts booked so far are computed."""
+    if now > load.due_at:  # A late first token was mispredicted: expect it to take as long again.
+        return max(0.0, load.ready_at - load.due_at) + now - load.due_at
+    return max(0.0, load.ready_at - now)
+
+
+def room_s(load: EngineLoad, prompt_tokens: float) -> float:
+    """Return the seconds until ending requests have freed KV for a prompt of this length.
+
+    0 if it is free.
+    """
+    missing = prompt_tokens - load.kv_free
+    return missing * load.kv_s if missing > 0.0 else 0.0
+
+
+def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
+    """Return the seconds to compute `uncached` tokens behind `cached` ones."""
+    return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
+
+
+def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
+    """Return the expected seconds from arrival at the endpoint to the first token.
+
+    These are the queue or the wait for KV, whichever is longer, plus the request's own prefill.
+    """
+    wait_s = backlog_s(load, now)
+    if uncached + cached > load.kv_free:
+        wait_s = max(wait_s, room_s(load, uncached + cached))
+    return (
+        load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
+    )
+
+
+def tpot_s(load: EngineLoad, context_tokens: float) -> float:
+    """Return the expected seconds per output token of a new request with this much context."""
+    return load.step_s + load.sequence_s + load.context_s * context_tokens
+
+
+def ttfts(
+    candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float
+) -> list[float]:
+    """Return `ttft_s` for every candidate, in order.
+
+    `held` is how many prompt tokens each has cached.
+    """
+    return [
+        ttft_s(candidate.load, prompt_tokens - cached, cached, now)
+        for candidate, cached in zip(candidates, held, strict=True)
+    ]

@@ -1,0 +1,229 @@
+"""Prediction of one prompt's first token: simulates the engine model from now on, step by step.
+
+The simulation runs on copies of a few numbers. It is used once per booking; candidates are compared
+by the cheaper latency.ttft_s, whose error is larger.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil
+from typing import TYPE_CHECKING
+
+from policies.latency import latency
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from policies.engine.engine_load import EngineLoad
+    from policies.engine.engine_timeline import Timeline
+    from policies.engine.queued_prompt import Prompt
+
+# longest simulated queue in steps; for a longer one latency.ttft_s is accurate enough
+MOST_STEPS = 64
+# share of KV: a prompt that misses less than this is assumed to have room, within the accuracy of
+# the model
+UNSURE = 0.012
+GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread over 0 to 1
+
+
+class Piece:
+    """The uncomputed rest of a prompt in the simulation.
+
+    `needs`: KV that must be free before it begins.
+    """
+
+    __slots__ = ("at", "enters", "left", "needs", "prompt")
+
+    def __init__(self, prompt: Prompt, enters: float, needs: float) -> None:
+        self.prompt, self.enters, self.needs = prompt, enters, needs
+        self.at, self.left = prompt.at, prompt.left
+
+
+class Play:
+    """Simulation of one engine.
+
+    clock, steps    begin of the next step on the policy clock; steps simulated so far
+    batch, context  decoding sequences and their context; kv_free: KV tokens not in use
+    waited          a prompt that had entered has waited for KV
+    ends            running answers, the next to end last: (step, KV freed, context, sequences).
+                    None until a prompt must wait for KV; until then no answer is assumed to end
+    """
+
+    __slots__ = (
+        "batch",
+        "clock",
+        "context",
+        "ends",
+        "kv_free",
+        "load",
+        "queue",
+        "steps",
+        "timeline",
+        "waited",
+    )
+
+    def __init__(self, timeline: Timeline, load: EngineLoad, now: float) -> None:
+        others = load.others
+        self.timeline, self.load, self.queue = timeline, load, deque[Piece]()
+        self.batch = timeline.batch + load.strangers + others.decoding
+        self.context = timeline.starts + timeline.batch * timeline.tick + others.decode_tokens
+        self.kv_free = timeline.kv_free(load) + UNSURE * (load.kv_tokens or 0)
+        self.ends: list[tuple[float, float, float, int]] | None = None
+        self.steps, self.waited = 0, False
+        self.clock = timeline.began
+        if timeline.busy:
+            # A late step was mispredicted: expect it to take as long again.
+            self.clock = timeline.ends if timeline.ends >= now else now + now - timeline.ends
+            self._start_decoding(timeline.finishing)
+
+    def first_token(self) -> tuple[float, float]:
+        """Return when the step that completes the last queued prompt begins, and how long it takes.
+
+        Prompts that arrive until then are computed in the same step.
+        """
+        now = self.queue[-1].enters - self.load.belief.request_s
+        while True:
+            tokens, pairs, completed = self._plan()
+            if not tokens:
+                self._skip_idle()
+            elif self.queue:
+                self.clock += self._step_s(tokens, pairs)
+                self._count_steps(1)
+                self._start_decoding(completed)
+            else:
+                room = self._prompt_room() - tokens
+                if room > 0 and not self.waited:
+                    arriving = min(room, self.timeline.arrivals.behind(self.clock - now))
+                    tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
+                return self.clock, self._step_s(tokens, pairs)
+
+    def _prompt_room(self) -> int:
+        """Return the prompt tokens that fit into one step."""
+        return max(1, self.load.belief.room - self.batch)
+
+    def _plan(self) -> tuple[float, float, list[Prompt]]:
+        """Plan the next step like the engine: return its prompt tokens, query-key pairs, and the
+        prompts it completes.
+        """
+        queue, room, clock = self.queue, self._prompt_room(), self.clock
+        completed: list[Prompt] = []
+        tokens, pairs = 0, 0.0
+        while queue and room > tokens:
+            head = queue[0]
+            if head.enters > clock or (head.needs > self.kv_free and (self.batch or tokens)):
+                break
+            self.kv_free, head.needs = self.kv_free - head.needs, 0.0
+            take = min(head.left, room - tokens)
+            pairs += take * (head.at + 0.5 * take)
+            head.at, head.left, tokens = head.at + take, head.left - take, tokens + take
+            if not head.left:
+                completed.append(queue.popleft().prompt)
+        return tokens, pairs, completed
+
+    def _step_s(self, tokens: float, pairs: float) -> float:
+        """Return the seconds a step with prompts takes."""
+        belief = self.load.belief
+        prompts_s, beside_s = (
+            belief.prompts_s(tokens, pairs),
+            belief.beside_s(self.batch, self.context),
+        )
+        return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
+
+    def _decode_s(self) -> float:
+        """Return the seconds a step without prompts takes."""
+        belief = self.load.belief
+        compute_s = max(belief.floor_s, belief.flop_s * self.batch)
+        return (
+            compute_s
+            + belief.base_s
+            + belief.context_s * self.context
+            + belief.sequence_s * self.batch
+        )
+
+    def _skip_idle(self) -> None:
+        """Skip to the moment when the next prompt enters or gets its KV, because none can begin
+        now.
+        """
+        head = self.queue[0]
+        if head.enters <= self.clock:
+            self._free_kv(head.needs)
+            # no more than that will be free before it begins
+            head.needs = min(head.needs, self.kv_free)
+            self.waited = True
+        elif self.batch:
+            self._run_decode_steps(head.enters - self.clock)
+        else:
+            self.clock = head.enters
+
+    def _run_decode_steps(self, seconds: float) -> None:
+        """Run whole decode steps for at least this long."""
+        step_s = self._decode_s()
+        steps = max(1, ceil(seconds / step_s - 1e-9))
+        self.clock += steps * step_s
+        self._count_steps(steps)
+
+    def _free_kv(self, needs: float) -> None:
+        """Decode until ending answers have freed this much KV, or all have ended."""
+        if self.ends is None:
+            self.ends = self._predict_ends()
+        while self.kv_free < needs and self.ends:
+            steps = max(1, ceil(self.ends[-1][0] - self.steps))
+            self.clock += steps * self._decode_s()
+            self._count_steps(steps)
+
+    def _count_steps(self, steps: int) -> None:
+        """Count finished steps: every sequence has grown, and some answers have ended."""
+        self.steps += steps
+        self.context += steps * self.batch
+        self.kv_free -= steps * self.batch
+        ends = self.ends
+        while ends and ends[-1][0] <= self.steps:
+            _, kv, context, sequences = ends.pop()
+            self.kv_free += kv
+            self.context -= context
+            self.batch -= sequences
+
+    def _start_decoding(self, prompts: Iterable[Prompt]) -> None:
+        """Move prompts past their first token into the batch."""
+        for prompt in prompts:
+            self.batch += prompt.sequences
+            self.context += prompt.sequences * prompt.prompt_tokens
+
+    def _predict_ends(self) -> list[tuple[float, float, float, int]]:
+        """Predict when the running answers end, from the lengths of earlier answers.
+
+        Each takes a different quantile of these, so that as many end early and late as before.
+        """
+        timeline, ends, quantile = self.timeline, [], 0.0
+        alone = timeline.prefixes.alone()
+        for prompt in self.load.entries:
+            if prompt.decoding:
+                quantile = (quantile + GOLDEN) % 1.0
+                generated = timeline.tick - prompt.tick
+                remaining = timeline.lengths.left(generated, prompt.output_tokens, quantile)
+                context = prompt.sequences * (prompt.prompt_tokens + generated + remaining)
+                kv = context - (1.0 - alone) * prompt.had
+                ends.append((self.steps + remaining, kv, context, prompt.sequences))
+        ends.sort(reverse=True)
+        return ends
+
+
+def ttft_s(timeline: Timeline, load: EngineLoad, prompt: Prompt, now: float) -> float:
+    """Return the expected seconds until the first token of a prompt that is sent now and not queued
+    yet.
+    """
+    timeline.advance(load, now)
+    if (
+        max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch))
+        > MOST_STEPS
+    ):
+        return latency.ttft_s(load, prompt.left, prompt.at, now)
+    simulation = Play(timeline, load, now)
+    for queued in timeline.queue:
+        simulation.queue.append(
+            Piece(queued, queued.enters, 0.0 if queued.locked else timeline.needs(queued))
+        )
+    simulation.queue.append(Piece(prompt, now + load.belief.request_s, timeline.needs(prompt)))
+    begins, spent_s = simulation.first_token()
+    return begins + spent_s - now

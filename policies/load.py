@@ -1,0 +1,83 @@
+"""The live load of one endpoint: booked and scraped numbers, flags, learned speed and forecast.
+
+Mutable state only. Bookings are written by ledger.py, availability by the gateway's health checks
+and drains.
+"""
+
+from __future__ import annotations
+
+from policies.engine.engine_load import EngineLoad
+from policies.engine.engine_timeline import Timeline
+from policies.engine.step_time import Belief
+
+NO_CEILING = 1 << 30
+
+
+class EndpointLoad(EngineLoad):
+    """Everything that changes about an endpoint, as read by policies.
+
+    slot                small stable integer: the endpoint's index in RoutingQuery.cached_by_slot
+                        and in the prefix index
+    in_flight           booked requests that have not ended
+    decoding            booked requests past their first token
+    prefill_tokens      uncached prompt tokens of booked requests that are before their first token
+    decode_tokens       prompt tokens of booked requests past their first token
+    prefix_cache_tokens prompt tokens that its prefix cache is believed to hold, over all requests
+    eviction_regret     share of evicted prefix blocks that were requested again while no endpoint
+                        had them, 0 to 1
+    kv_booked           prompt plus expected output tokens of all booked requests: KV they use or
+                        will use
+    is_available        False while ejected by health checks or draining: never a candidate then
+    is_proven           no failure yet, or a success after the last one; retries prefer such
+                        endpoints
+    soft_cap            concurrent requests while other endpoints have room; below the cap during
+                        slow start (slow_start.py)
+    running, waiting, kv_usage, scraped_at   the engine's own metrics at the last scrape; None
+    before the first
+    unexplained_requests  requests in those metrics in excess of in_flight at that moment
+    is_modelled         whether any policy reads the forecast; if none does, the timeline does not
+                        advance
+    timeline            the engine model (engine_timeline.py)
+    """
+
+    __slots__ = (
+        *(
+            "available",
+            "believed",
+            "beyond",
+            "ceiling",
+            "decode_tokens",
+            "decoding",
+            "held_tokens",
+            "in_flight",
+        ),
+        *(
+            "is_proven",
+            "kv_booked",
+            "kv_usage",
+            "prefill_tokens",
+            "regret",
+            "running",
+            "scraped_at",
+            "slot",
+        ),
+        *("timeline", "waiting"),
+    )
+
+    def __init__(self, slot: int, belief: Belief | None = None) -> None:
+        super().__init__(belief)
+        self.slot = slot
+        self.in_flight = self.decoding = self.prefill_tokens = self.decode_tokens = (
+            self.kv_booked
+        ) = 0
+        self.held_tokens = self.regret = 0.0
+        self.available = self.is_proven = True
+        self.ceiling = NO_CEILING
+        self.running: int | None = None
+        self.waiting: int | None = None
+        self.kv_usage: float | None = None
+        self.scraped_at: float | None = None
+        self.beyond = 0
+        self.timeline = Timeline()
+        self.believed = True
+        self.timeline.refresh(self, 0.0)

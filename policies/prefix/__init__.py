@@ -1,0 +1,1 @@
+"""Prompts as chains of block keys, and the index of what endpoints hold of them."""

@@ -1,0 +1,140 @@
+"""Fingerprints: a prompt as a chain of block keys, so that equal prefixes have equal keys.
+
+Contains the keyed hashing from bytes to keys. Which endpoint holds a block is in policies/prefix/prefix_index.py.
+What belongs to the prompt and what to the salt is the gateway's choice: tools, template arguments
+and messages are parts; tenant, model and LoRA are salt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from policies.prefix import block_hash
+from policies.prefix.sampled_keys import MAX_BLOCKS, Keys, rungs
+
+_MAX_SEEDS = 1024
+
+
+class Fingerprint:
+    """The block keys of one prompt.
+
+    keys          uint64, one per whole block; keys[i] stands for everything from the first byte to
+                  the end of block i
+    sampled_keys  the keys that an index has entries for (sampled_keys.py)
+    block_bytes   bytes per block
+    n_bytes       bytes of the prompt, including the last partial block, which has no key
+    """
+
+    __slots__ = ("block_bytes", "keys", "n_bytes", "rungs")
+
+    def __init__(self, keys: Keys, block_bytes: int, n_bytes: int) -> None:
+        self.keys = keys
+        self.rungs = rungs(keys)
+        self.block_bytes = block_bytes
+        self.n_bytes = n_bytes
+
+    def __repr__(self) -> str:
+        return f"Fingerprint({len(self.keys)} blocks of {self.block_bytes}, {self.n_bytes} bytes)"
+
+
+class Fingerprinter:
+    """Computes fingerprints under one secret. One per process; not thread-safe.
+
+    The arithmetic, from the inside out (all modulo 2**64, all over whole arrays):
+
+    1. Fold. Every 8-byte word is multiplied by a secret odd number, and its upper half is xored
+    into its lower half. Both steps are invertible, so different words stay different. Afterwards a
+    difference in the top bits only (the case of a letter) has reached the lower half. Step 2 needs
+    that: a product modulo 2**64 loses as many bits of the key as its other factor has trailing
+    zeros.
+    2. Sum. A block's hash is the sum of its words, each times its own secret odd number
+    (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the secret,
+    two different given blocks agree with a probability near 2**-63, and for any pattern below about
+    2**-31.
+    3. Mix. A secret number for the block's position is added (reordered blocks are another prompt),
+    then the halves are xored and multiplied once more, so that hashes no longer add up like words.
+    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the salt. Two
+    prompts equal up to block i therefore have equal keys up to i, and from the first different
+    block on all keys differ. numpy computes all sums at once.
+
+    Why keyed: a client who could predict keys could craft two prompts with one key, and make the
+    router believe that an endpoint has cached what it has not ("index poisoning"). The index is
+    only a hint in any case: a wrong one costs a slower first token, never a wrong answer.
+
+    `secret` has at least 16 random bytes; every process that does not share its index draws its
+    own. Raises ValueError for a shorter secret or an invalid block size.
+    """
+
+    __slots__ = ("_arithmetic", "_salt_key", "_seeds", "block_bytes")
+
+    def __init__(self, secret: bytes, block_bytes: int = 512) -> None:
+        if len(secret) < 16:
+            raise ValueError(f"a fingerprint secret needs at least 16 bytes, not {len(secret)}")
+        if block_bytes < 8 or block_bytes % 8:
+            raise ValueError(f"block_bytes must be a positive multiple of 8, not {block_bytes}")
+        self.block_bytes = block_bytes
+        self._salt_key = hashlib.blake2b(secret, person=b"penstock-salt").digest()
+        words = block_bytes // 8
+        numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
+        word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
+        self._arithmetic = block_hash.BEST(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
+        self._seeds: dict[bytes, int] = {}
+
+    def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
+        """Return the fingerprint of the concatenated parts; where one part ends does not matter.
+
+        A single contiguous part is read in place; several are joined once.
+        """
+        return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _seed(self, salt: bytes) -> int:
+        """Return the number a chain begins with, from a cache: tenants and models are few."""
+        seed = self._seeds.get(salt)
+        if seed is None:
+            digest = hashlib.blake2b(
+                salt, digest_size=8, key=self._salt_key, person=b"text"
+            ).digest()
+            if len(self._seeds) >= _MAX_SEEDS:
+                self._seeds.clear()
+            seed = self._seeds[salt] = int.from_bytes(digest, "little")
+        return seed
+
+    def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
+        blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
+        keys = self._arithmetic.chained(seed, data, blocks) if blocks else array("Q")
+        return Fingerprint(keys, self.block_bytes, len(data))
+
+
+def _secret_numbers(secret: bytes, count: int) -> block_hash.Numbers:
+    """Derive `count` independent 64-bit numbers from the secret."""
+    stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
+    return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
+
+
+def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
+    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
+
+    Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
+    entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
+    """
+    keys = np.array(ids, np.uint64)
+    keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
+    for shift, odd in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys ^= keys >> np.uint64(shift)
+        keys *= np.uint64(odd)
+    keys ^= keys >> np.uint64(31)
+    return Fingerprint(array("Q", keys.tobytes()), block_bytes, n_bytes)
+
+
+def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
+    """Return the upper 48 bits of the keys of blocks of `bytes_each`, for a log.
+
+    Blocks are at least as large as the fingerprint's own. The ids show which prompts of one process
+    share a prefix, and nothing else, because the keys depend on its secret.
+    """
+    step = max(1, bytes_each // fingerprint.block_bytes)
+    return [key >> 16 for key in fingerprint.keys[step - 1 :: step]]

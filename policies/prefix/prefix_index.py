@@ -1,0 +1,504 @@
+"""PrefixIndex: what each endpoint is believed to have in its prefix cache.
+
+Maps block keys to the slots that hold them, with ageing like the engines' own LRU and a memory cap.
+Keys are computed in policies/prefix/fingerprint.py; the use of matches is in scorers.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from itertools import islice
+
+import msgspec
+
+from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.sampled_keys import LENGTHS, Keys
+
+BLOCK_COST_BYTES = 192
+"""Upper bound of the memory of one block: dict entry after a resize, key, own holders int.
+
+The bound covers up to eight holders. Most blocks share their holders with neighbours and cost half.
+"""
+
+HOLDER_COST_BYTES = 9
+"""Memory of each holder beyond the eighth: 64 bits, of which an int stores 30 in 4 bytes."""
+
+LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
+
+MAX_SLOTS = 1 << 16
+
+_SLOT = MAX_SLOTS - 1
+_LANE_BITS = 64
+_LANE = (1 << _LANE_BITS) - 1
+_HOLDERS_IN_COST = 8
+_MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
+_ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
+_MOST_SHARDS = 256
+_GENERATIONS = 32
+_LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
+_TOLERANCE = 0.1
+_NOTHING = 1e-6
+
+
+_Run = tuple[int, int, int, int]
+"""A run of blocks: end, holders, holders without the inserting slot, that slot's old stamp."""
+
+
+class IndexStats(msgspec.Struct, frozen=True):
+    """bytes: memory in use.
+
+    Blocks: entries; evictions: entries dropped at the cap; cached_tokens: per slot.
+    """
+
+    bytes: int
+    blocks: int
+    evictions: int
+    held_tokens: tuple[int, ...]
+
+
+class _Holder:
+    """What one slot is believed to hold, by generation. A generation is named by its stamp.
+
+    `evicted` are tokens that aged out, `missed` those of them that were requested again while no
+    slot held them; both decay over as many evictions as the slot has room for. Whatever expired
+    before stamp `reborn` does not count as evicted.
+    """
+
+    __slots__ = (
+        "capacity_tokens",
+        "evicted",
+        "held",
+        "missed",
+        "reborn",
+        "stamp",
+        "tokens",
+        "trust",
+    )
+
+    def __init__(self, slot: int) -> None:
+        self.stamp = MAX_SLOTS | slot
+        self.tokens: dict[int, float] = {self.stamp: 0.0}
+        self.held = 0.0
+        self.capacity_tokens: float | None = None
+        self.trust = 1.0
+        self.evicted = self.missed = 0.0
+        self.reborn = self.stamp
+
+    def next_generation(self) -> None:
+        self.stamp += MAX_SLOTS
+        self.tokens[self.stamp] = 0.0
+
+    def empty(self) -> None:
+        self.stamp += MAX_SLOTS
+        self.tokens = {self.stamp: 0.0}
+        self.held, self.trust = 0.0, 1.0
+        self.evicted = self.missed = 0.0
+        self.reborn = self.stamp
+
+    def gain(self, tokens: float) -> None:
+        self.tokens[self.stamp] += tokens
+        self.held += tokens
+
+    def lose(self, stamp: int, tokens: float) -> None:
+        """Subtract tokens from a generation.
+
+        Delete it when empty, unless it is the newest or the oldest one.
+        """
+        known = self.tokens.get(stamp, 0.0)
+        if known - tokens > _NOTHING:
+            self.tokens[stamp] = known - tokens
+            self.held -= tokens
+        elif known:
+            self.held -= known
+            if stamp == self.stamp or stamp == next(iter(self.tokens)):
+                self.tokens[stamp] = 0.0
+            else:
+                del self.tokens[stamp]
+
+    def oldest_alive(self) -> int:
+        """Return the oldest live stamp, after starting a new generation if due and expiring those
+        beyond the capacity.
+        """
+        if self.capacity_tokens is not None:
+            room = self.capacity_tokens * self.trust
+            if self.tokens[self.stamp] * _GENERATIONS > room:
+                self.next_generation()
+            while self.held > room and len(self.tokens) > 1:
+                self._evict(self.tokens.pop(next(iter(self.tokens))), self.capacity_tokens)
+        return next(iter(self.tokens))
+
+    def _evict(self, tokens: float, capacity_tokens: float) -> None:
+        self.held = max(0.0, self.held - tokens)
+        fading = max(0.0, 1.0 - tokens / capacity_tokens) if capacity_tokens > tokens else 0.0
+        self.evicted = self.evicted * fading + tokens
+        self.missed *= fading
+
+    def regret(self) -> float:
+        """Return the share of evictions that were requested again, 0 to 1.
+
+        Few evictions count as harmless.
+        """
+        if not self.missed or self.capacity_tokens is None:
+            return 0.0
+        return min(1.0, self.missed / (self.evicted + 0.1 * self.capacity_tokens))
+
+
+class PrefixIndex:
+    """Block key -> stamps of the slots believed to hold the block.
+
+    Owned by one event loop; survives reloads.
+
+    A stamp is `generation << 16 | slot`. Each slot counts its own generations: one ends when 1/32
+    of the engine's capacity has been stamped with it. A block met again gets a new stamp, which is
+    what a hit does in an engine's LRU. When a slot's live stamps exceed its capacity, its oldest
+    generation expires by moving one number (`_oldest_alive[slot]`) past it. Nothing is traversed:
+    dead stamps are recognized when read.
+
+    The stamps of all holders of a block are packed into one Python int (64 bits each): an int is
+    invisible to the garbage collector, and a run of blocks shares one object. Along a chain, stamps
+    only get older and holders fewer, because a hit on a block is a hit on all before it. The end of
+    a slot's match is therefore found by bisection.
+
+    Memory: entries are distributed over up to 256 dicts by key, so that no resize blocks the event
+    loop for more than about a millisecond. At `cap_bytes` (BLOCK_COST_BYTES per block, and
+    HOLDER_COST_BYTES per holder beyond the eighth as if no block shared its holders) the oldest
+    quarter of one dict is dropped when needed. That loses hints, never correctness. Raises
+    ValueError if `cap_bytes` is too small.
+    """
+
+    __slots__ = (
+        *(
+            "_blocks",
+            "_cap_bytes",
+            "_evictions",
+            "_extra_holders",
+            "_holders",
+            "_most_blocks",
+            "_next_to_trim",
+        ),
+        *("_oldest_alive", "_shard_mask", "_shards"),
+    )
+
+    def __init__(self, cap_bytes: int) -> None:
+        if cap_bytes < LEAST_CAP_BYTES:
+            raise ValueError(
+                f"a prefix index needs at least {LEAST_CAP_BYTES} bytes, not {cap_bytes}"
+            )
+        self._cap_bytes = cap_bytes
+        self._most_blocks = cap_bytes // BLOCK_COST_BYTES
+        shards = _MOST_SHARDS
+        while shards > 1 and self._most_blocks < 64 * shards:
+            shards //= 2
+        self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
+        self._shard_mask = shards - 1
+        self._next_to_trim = 0
+        self._holders: list[_Holder] = []
+        self._oldest_alive: list[int] = []
+        self._blocks = 0
+        self._extra_holders = 0  # holders beyond the eighth, over all blocks
+        self._evictions = 0
+
+    # -- reading
+
+    def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
+        """Return how many tokens of the prompt each slot is believed to hold.
+
+        The index is the slot.
+
+        Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
+        beyond the end of the list.
+        """
+        reach = [0] * len(self._holders)
+        known = self._count_known(fingerprint.rungs)
+        if not known:
+            return reach
+        self._measure_reach(fingerprint.rungs, known - 1, reach)
+        scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        return [int(blocks * scale) for blocks in reach]
+
+    def held_tokens(self, slot: int) -> float:
+        """Return the tokens the endpoint in this slot is believed to hold, over all prompts."""
+        return self._holders[slot].held if slot < len(self._holders) else 0.0
+
+    def regret(self, slot: int) -> float:
+        """Return the share of a slot's evicted tokens that were requested again while uncached.
+
+        This is a ghost list without extra memory: an entry whose holders are all dead stays in the
+        table until its key is met again or the cap drops it. Decays over as many evictions as the
+        slot has room for.
+        """
+        return self._holders[slot].regret() if slot < len(self._holders) else 0.0
+
+    def _measure_reach(self, keys: Keys, last: int, reach: list[int]) -> None:
+        """Write into `reach` how many blocks each slot holds. Bisects only where holders change."""
+        first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
+        alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
+        for slot in alive[last_holders]:
+            reach[slot] = LENGTHS[last]
+        pending = [(0, first_holders, last, last_holders)]
+        while pending:
+            low, at_low, high, at_high = pending.pop()
+            if at_low == at_high or len(alive[at_low]) == len(alive[at_high]):
+                continue
+            if high - low > 1:
+                middle = (low + high) // 2
+                at_middle = self._holders_of(keys[middle])
+                if at_middle not in alive:
+                    alive[at_middle] = self._alive(at_middle)
+                pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
+                continue
+            length = LENGTHS[low]
+            for slot in alive[at_low]:
+                if reach[slot] < length:
+                    reach[slot] = length
+
+    def _holders_of(self, key: int) -> int:
+        return self._shards[key & self._shard_mask].get(key, 0)
+
+    def _alive(self, holders: int) -> list[int]:
+        oldest = self._oldest_alive
+        if holders <= _LANE:
+            slot = holders & _SLOT
+            return [slot] if holders >= oldest[slot] else []
+        return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
+
+    def _count_known(self, keys: Keys) -> int:
+        """Return the first index without an entry, by bisection.
+
+        The length if all are known, which is checked first.
+        """
+        shards, mask = self._shards, self._shard_mask
+        low, high = 0, len(keys)
+        if high:
+            key = keys[high - 1]
+            if key in shards[key & mask]:
+                return high
+            high -= 1
+        while low < high:
+            middle = (low + high) // 2
+            key = keys[middle]
+            if key in shards[key & mask]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    # -- learning
+
+    def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
+        """Record that the slot was sent this prompt and will hold all of it.
+
+        Costs only new or long untouched blocks.
+        """
+        if fingerprint.rungs:
+            tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            self.insert_rungs(fingerprint.rungs, slot, tokens_per_block)
+
+    def insert_rungs(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
+        """Like `insert`, from the sampled keys only (sampled_keys.py), of which there must be at
+        least one.
+        """
+        holder = self._holder(slot)
+        if len(keys) > self._most_blocks:
+            keys = keys[: self._most_blocks]
+        # as if all keys were new: dropping entries may drop some of these
+        self._make_room(len(keys))
+        fresh, runs = self._stamp(keys, holder.stamp)
+        if runs:
+            self._record_runs(fresh, runs, holder, tokens_per_block)
+            self._oldest_alive[slot] = holder.oldest_alive()
+
+    def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
+        """Stamp blocks and move them to the young end of their dict, last block first, until one
+        has the stamp already.
+
+        All blocks before that one have it too. Returns their number, and the runs of blocks that
+        had equal holders.
+        """
+        shards, mask = self._shards, self._shard_mask
+        runs: list[_Run] = []
+        run = renewed = -1
+        for end in range(len(keys), 0, -1):
+            key = keys[end - 1]
+            shard = shards[key & mask]
+            holders = shard.pop(key, 0)
+            if holders != run:
+                if holders == stamp or (holders > _LANE and stamp in _stamps(holders)):
+                    shard[key] = holders
+                    return end, runs
+                run = holders
+                renewed, previous = self._without(holders, stamp & _SLOT)
+                runs.append((end, holders, renewed, previous))
+                renewed = renewed << _LANE_BITS | stamp
+            shard[key] = renewed
+        return 0, runs
+
+    def _record_runs(
+        self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float
+    ) -> None:
+        """Count these runs as young for the holder and no longer as old, and as missed by slots
+        that evicted them.
+        """
+        lengths, oldest = LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
+        low, covered = fresh, lengths[fresh - 1] if fresh else 0
+        holder.gain((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
+        for end, holders, others, previous in reversed(runs):
+            if holders:
+                tokens = (lengths[end - 1] - covered) * tokens_per_block
+                holder.lose(previous, tokens)
+                if not others and previous < oldest:
+                    self._regret(holders, tokens)
+                if holders > _ROOM_FOR_ONE:
+                    self._extra_holders += (end - low) * (
+                        _count_extra(others << _LANE_BITS) - _count_extra(holders)
+                    )
+            else:
+                self._blocks += end - low
+            low, covered = end, lengths[end - 1]
+
+    def _regret(self, holders: int, tokens: float) -> None:
+        """Count the blocks as missed at every slot that has evicted them."""
+        for stamp in _stamps(holders):
+            holder = self._holders[stamp & _SLOT]
+            if stamp >= holder.reborn:
+                holder.missed += tokens
+
+    def _without(self, holders: int, slot: int) -> tuple[int, int]:
+        """Return the live holders other than `slot`, and the stamp that slot had (0: none)."""
+        others = previous = 0
+        for stamp in _stamps(holders):
+            if stamp & _SLOT == slot:
+                previous = stamp
+            elif stamp >= self._oldest_alive[stamp & _SLOT]:
+                others = others << _LANE_BITS | stamp
+        return others, previous
+
+    def _stride(self, rung: int) -> int:
+        return LENGTHS[rung] - (LENGTHS[rung - 1] if rung else 0)
+
+    def trim(
+        self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
+    ) -> None:
+        """Record that the slot holds at most `kept_tokens` of this prompt: it failed before its
+        first token.
+        """
+        if fingerprint.rungs:
+            tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+            self.trim_rungs(fingerprint.rungs, slot, kept_tokens, tokens_per_block)
+
+    def trim_rungs(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
+        """Like `trim`, from the sampled keys only."""
+        if slot >= len(self._holders):
+            return
+        first = bisect_right(LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
+        for rung, key in enumerate(keys[first:], first):
+            shard = self._shards[key & self._shard_mask]
+            if key in shard:
+                holders = shard[key]
+                others, previous = self._without(holders, slot)
+                self._holders[slot].lose(previous, self._stride(rung) * tokens_per_block)
+                self._extra_holders += _count_extra(others) - _count_extra(holders)
+                if others:
+                    shard[key] = others
+                else:
+                    del shard[key]
+                    self._blocks -= 1
+
+    def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
+        """Compare an answer's cached share of the prompt (0 to 1) with the share believed at the
+        pick.
+
+        An engine's LRU evicts the oldest first, so finding less than believed means that its cache
+        is smaller than assumed (running requests use the same memory). The slot's assumed capacity
+        then shrinks by 5 %, and regrows by 2 % with every match that was right. A slot without a
+        known capacity gets its present content as a first estimate.
+        """
+        if slot >= len(self._holders) or believed_share <= _TOLERANCE:
+            return
+        holder = self._holders[slot]
+        if cached_share >= believed_share - _TOLERANCE:
+            holder.trust = min(1.0, holder.trust * _TRUST)
+            return
+        if holder.capacity_tokens is None:
+            holder.capacity_tokens = holder.held
+        holder.trust = max(_LEAST_TRUST, holder.trust * _DISTRUST)
+        self._oldest_alive[slot] = holder.oldest_alive()
+
+    def set_capacity(self, slot: int, tokens: int | None) -> None:
+        """Set how many tokens of KV the endpoint in this slot can hold.
+
+        Matches beyond it expire, oldest first.
+
+        None: unknown, as for an endpoint not scraped yet.
+        """
+        holder = self._holder(slot)
+        holder.capacity_tokens = None if tokens is None else float(tokens)
+        self._oldest_alive[slot] = holder.oldest_alive()
+
+    def forget(self, slot: int) -> None:
+        """Drop everything about the slot (restarted, removed, or reused for another endpoint).
+
+        O(1).
+
+        Its capacity stays until `set_capacity` changes it; the shrinking of it is reset.
+        """
+        if slot < len(self._holders):
+            self._holders[slot].empty()
+            self._oldest_alive[slot] = self._holders[slot].stamp
+
+    # -- memory
+
+    def stats(self) -> IndexStats:
+        """Return counts and measured memory.
+
+        Walks the dicts' headers, so for scrapes, not for requests.
+        """
+        key_bytes = sys.getsizeof(_LANE) + 12
+        used = (
+            sum(map(sys.getsizeof, self._shards))
+            + self._blocks * key_bytes
+            + self._extra_holders * HOLDER_COST_BYTES
+        )
+        return IndexStats(
+            used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders)
+        )
+
+    def _holder(self, slot: int) -> _Holder:
+        if not 0 <= slot < MAX_SLOTS:
+            raise ValueError(f"slot {slot} is not in 0..{MAX_SLOTS - 1}")
+        while slot >= len(self._holders):
+            self._holders.append(_Holder(len(self._holders)))
+            self._oldest_alive.append(self._holders[-1].stamp)
+        return self._holders[slot]
+
+    def _make_room(self, blocks: int) -> None:
+        while (
+            self._blocks + blocks
+        ) * BLOCK_COST_BYTES + self._extra_holders * HOLDER_COST_BYTES > self._cap_bytes:
+            shard = self._shards[self._next_to_trim]
+            dropped = (len(shard) + 3) // 4
+            if (
+                self._extra_holders
+                and max(islice(shard.values(), dropped), default=0) > _MOST_IN_COST
+            ):
+                self._extra_holders -= sum(map(_count_extra, islice(shard.values(), dropped)))
+            self._shards[self._next_to_trim] = dict(islice(shard.items(), dropped, None))
+            self._next_to_trim = (self._next_to_trim + 1) & self._shard_mask
+            self._blocks -= dropped
+            self._evictions += dropped
+
+
+def _count_extra(holders: int) -> int:
+    """Return how many holders beyond the eighth are packed into the int."""
+    if holders <= _MOST_IN_COST:
+        return 0
+    return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST
+
+
+def _stamps(holders: int) -> list[int]:
+    """Return the stamps packed into a holders int, at most one per slot."""
+    if holders <= _LANE:
+        return [holders] if holders else []
+    lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS
+    return memoryview(holders.to_bytes(lanes * 8, sys.byteorder)).cast("Q").tolist()

@@ -1,0 +1,68 @@
+"""The keys of a chain that a prefix index stores, and that gateways exchange.
+
+Keys are cumulative, so any subset of a chain is a chain. Each of the first 256 blocks has an entry,
+every second up to 512, every fourth up to 1024, and so on. A matched length is therefore too short
+by less than 1/128, and long prompts take about half of the entries. Keys are computed in
+policies/prefix/fingerprint.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_right
+from typing import TypeAlias
+
+Keys: TypeAlias = "array[int]"
+"""uint64 each ("Q"); a key becomes a Python int only when it is read."""
+
+MAX_BLOCKS = 16_384
+"""Maximum number of fingerprinted blocks: 8 MiB of prompt at the default block size.
+
+Bounds the work per request.
+"""
+
+_FINE_BLOCKS = 256
+
+
+def rungs(chain: Keys) -> Keys:
+    """Return the keys of the chain that have an entry, shortest prefix first."""
+    if len(chain) <= _FINE_BLOCKS:
+        return chain
+    sampled, covered, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2
+    while covered < len(chain):
+        sampled += chain[covered + stride - 1 : 2 * covered : stride]
+        covered, stride = 2 * covered, 2 * stride
+    return sampled
+
+
+LENGTHS = rungs(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
+"""The prefix length in blocks of each sampled key."""
+
+
+def packed(keys: Keys) -> bytes:
+    """Serialize a fingerprint's sampled keys: 8 bytes each, little-endian."""
+    return _little(keys).tobytes()
+
+
+def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
+    """Parse serialized sampled keys for `PrefixIndex.insert_keys`.
+
+    Raises ValueError if the numbers are inconsistent, so that no corrupt entry gets into an index.
+    """
+    if not 0 < blocks <= MAX_BLOCKS or not blocks * block_bytes <= n_bytes < 1 << 40:
+        raise ValueError(
+            f"{blocks} blocks of {block_bytes} bytes cannot be a chain of {n_bytes} bytes"
+        )
+    count = bisect_right(LENGTHS, blocks)
+    if len(keys) != 8 * count:
+        raise ValueError(f"{len(keys)} bytes do not hold the {count} keys of {blocks} blocks")
+    return _little(array("Q", keys))
+
+
+def _little(keys: Keys) -> Keys:
+    """Convert from this machine's byte order to little-endian, or back."""
+    if sys.byteorder == "big":
+        keys = keys[:]
+        keys.byteswap()
+    return keys

@@ -1,0 +1,1 @@
+"""What serving a request costs, split or whole, here or on a smaller model."""

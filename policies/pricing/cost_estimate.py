@@ -1,0 +1,77 @@
+"""Cost of a request and its earliest first token, from one pass over the candidates.
+
+Reads the forecast of EndpointLoad. Which endpoint is picked and whether the request may enter is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import msgspec
+
+from policies.model import Ask, Candidate
+
+
+class Appraisal(msgspec.Struct, frozen=True):
+    """Estimate for one request over the current candidates, times in seconds.
+
+    ttft_s         from now to the first token where that is earliest, queue included; inf if none
+                   is available
+    queue_s        mean queue over all candidates; count: their number
+    prefill_s      time to compute the prompt where the least of it is missing, without any queue
+    decode_s       engine time of its decoding: share of KV memory times residence, or share of the
+                   steps if more
+    cached_tokens  the most prompt tokens that any candidate is believed to have cached
+    """
+
+    ttft_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int
+    count: int
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of one TP group that serving the request should take."""
+        return self.prefill_s + self.decode_s
+
+
+def left_s(query: Ask) -> float:
+    """Return the seconds left of the request's TTFT budget; negative if it is late."""
+    return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
+
+
+def appraise(query: Ask, candidates: Sequence[Candidate]) -> Appraisal:
+    """Estimate the request's cost over the available candidates. O(candidates)."""
+    request, cached, now = query.request, query.cached, query.now
+    prompt, slots = request.prompt_tokens, len(query.cached)
+    earliest = cheapest = inf
+    queues, most_cached, count, best = 0.0, 0, 0, None
+    for candidate in candidates:
+        load = candidate.load
+        if not load.available:
+            continue
+        cached_here = cached[load.slot] if load.slot < slots else 0
+        missing = prompt - cached_here if cached_here < prompt else 1
+        own_s = load.fixed_s + missing * (load.token_s + load.pair_s * (cached_here + missing / 2))
+        count += 1
+        backlog = load.ready_at - now
+        if backlog > 0.0:
+            queues += backlog
+        else:
+            backlog = 0.0
+        if backlog + own_s < earliest:
+            earliest = backlog + own_s
+        if own_s < cheapest:
+            cheapest, best = own_s, load
+        if cached_here > most_cached:
+            most_cached = cached_here
+    if best is None:
+        return Appraisal(inf, inf, 0.0, 0.0, 0, 0)
+    output, context = request.output_tokens, prompt + request.output_tokens / 2
+    steps = output * (best.sequence_s + best.context_s * context)
+    memory = output * best.step_s * context / best.kv_tokens if best.kv_tokens else 0.0
+    return Appraisal(earliest, queues / count, cheapest, max(steps, memory), most_cached, count)

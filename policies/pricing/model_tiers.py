@@ -1,0 +1,42 @@
+"""Alternatives to a refusal: smaller models that may serve a request, in the order of their cost.
+
+Contains which tier comes next and at which price. Admission is in policies/admission/admission.py; how the answer
+reports its model is the gateway's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from policies.filters import fits_context, serves_tenant
+from policies.model import Ask, Candidate
+from policies.pricing.cost_estimate import appraise, left_s
+
+
+class Tier(msgspec.Struct, frozen=True):
+    """Another model that may serve a request.
+
+    `penalty`: the share of the request's value lost by using it.
+    """
+
+    name: str
+    candidates: tuple[Candidate, ...]
+    penalty: float = 0.3
+
+
+def alternatives(query: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
+    """Return the tiers that could serve the request, each with its price in lost value, cheapest
+    first.
+
+    The price is the penalty plus, of the remaining value, the share of the TTFT budget that queue
+    and prefill would use. Tiers that would miss the budget, have no available endpoint, or accept
+    no prompt of this length are left out.
+    """
+    budget_s, priced = left_s(query), []
+    for tier in tiers:
+        estimate = appraise(query, fits_context(query, serves_tenant(query, tier.candidates)))
+        if estimate.count and 0.0 < budget_s >= estimate.ttft_s:
+            priced.append((tier, tier.penalty + (1.0 - tier.penalty) * estimate.ttft_s / budget_s))
+    return sorted(priced, key=lambda item: item[1])

@@ -1,0 +1,362 @@
+"""The price of serving a request at an endpoint: the expected loss in SLO attainment.
+
+Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
+single phases, which splitting adds up (policies/pricing/split.py). Time estimates are in policies/latency/latency.py and
+engine_timeline.py. docs/how-the-price-works.md explains the price without code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, sqrt
+
+import msgspec
+
+from policies import pickers
+from policies.contract import WHOLE, Part, Policy, Weighted
+from policies.engine.step_time import Speed
+from policies.latency.latency import room_s
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Request
+from policies.param_types import Amount, Factor
+from policies.presets import ORDINARY, Preset
+
+LEAST_BUDGET = 0.05
+"""Minimum share of the TTFT budget to calculate with, if more than the rest was spent waiting at
+the gateway.
+"""
+
+SHORTEST = 32.0
+"""Minimum length in tokens that answers are assumed to have when they are slowed down by others."""
+
+UNKNOWN_KV_TOKENS = 500_000.0
+"""Assumed KV capacity of an endpoint that has not reported its own."""
+
+SIGMAS = 2.0
+"""Standard deviations of the learned speed that count as noise."""
+
+
+class Priced(Preset, frozen=True):
+    """Pick the endpoint with the least expected loss, over this request and all others, in one
+    unit.
+
+    One unit is one request that uses up exactly its budget. Every delay is a share of a budget; its
+    loss is the share cubed, so small delays are nearly free, up to `late` budgets. From there it
+    grows only by `overdue` per budget: a request that is lost in any case should not displace
+    others. The price of an endpoint is the sum of
+
+        ttft    loss of this request's own first token: its queue, or the wait for KV where that is
+                longer, plus prefill, over the rest of its TTFT budget. A request that only decodes
+                here queues as well: its KV waits behind the prompts that are there
+        tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget. The
+                time that others' prefills take of it counts `lumps` times: it comes in lumps, which
+                a short answer cannot average out
+        others  others_weight x the increase in loss, by its prefill and its sequence, of each
+                request that decodes there, at the slope of their present step time plus `stall` x
+                the queue spread over an answer (many answers are shorter than expected and feel a
+                queue more). Prompts that wait for KV stall no one, and a request that only prefills
+                here has one token, so nothing to lose after it
+        work    work_weight x prefill over the TTFT budget: engine time that is lost to others; plus
+                regret_weight x the endpoint's eviction regret: cache that is evicted, also by KV
+                that was computed elsewhere
+        kv      kv_weight x the increase in the cube of the booked share of KV memory; this term is
+                never capped
+
+    alike    endpoints whose learned speeds differ from the median by less than this factor, within
+             their uncertainty, are treated as equal
+    fresh_s  maximum age of a scrape in seconds; own bookings come first, a scrape only adds
+             external requests
+
+    Related work: opportunity costs of online routing (Awerbuch, Azar, Plotkin 1993); Mooncake's
+    TTFT and LMetric's product are first-order cases; the cap is what JITServe's density does for
+    deadlines that cannot be met.
+    """
+
+    late: Factor = 1.35
+    overdue: Amount = 0.6
+    tpot_weight: Amount = 1.0
+    lumps: Factor = 3.0
+    others_weight: Amount = 2.0
+    stall: Amount = 2.0
+    work_weight: Amount = 1.0
+    regret_weight: Amount = 3.0
+    kv_weight: Amount = 0.5
+    alike: Factor = 1.5
+    fresh_s: Amount = 5.0
+
+    def build(self) -> Policy:
+        prices = Prices(self)
+        return Policy(
+            name="priced",
+            filters=ORDINARY,
+            scorers=(Weighted(prices.scores),),
+            picker=pickers.best,
+            reads_prefix=True,
+            reads_beliefs=True,
+            terms=prices.terms,
+            parts=prices.prices,
+        )
+
+
+Factors = tuple[list[float], list[float], list[float]]
+"""Factors on prefill, on its attention, and on decode steps.
+
+Each in the order of the candidates.
+"""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """The terms of one price, in requests lost."""
+
+    ttft: float
+    tpot: float
+    others: float
+    work: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        """The price."""
+        return self.ttft + self.tpot + self.others + self.work + self.kv
+
+
+class Prices:
+    """The price function for one set of weights. Stateless; `prices` is the hot path."""
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Priced) -> None:
+        self.weights = weights
+
+    def scores(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        """Return negative prices of serving the whole request, in the order of the candidates."""
+        return [-price for price in self.prices(query, candidates)]
+
+    def terms(self, query: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
+        """Return the named terms of each candidate's price, to explain a pick."""
+        return [
+            msgspec.structs.asdict(self.explain(query, candidates, index))
+            for index in range(len(candidates))
+        ]
+
+    def prices(
+        self, query: Ask, candidates: Sequence[Candidate], part: Part = WHOLE
+    ) -> list[float]:
+        """Return the price at each candidate: the totals of `explain`."""
+        return _RequestTerms(self.weights, query, part).prices(
+            candidates, query.cached, self.speeds(candidates)
+        )
+
+    def explain(
+        self, query: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE
+    ) -> Terms:
+        """Return the terms of the price at candidates[index]: the same arithmetic as `prices`,
+        written to be read.
+        """
+        weights, request, load = self.weights, query.request, candidates[index].load
+        fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
+        slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
+        cached_here = query.cached[load.slot] if load.slot < len(query.cached) else 0
+        uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
+        fill_s = (
+            fast
+            * uncached
+            * (load.token_s + attention * (cached_here + 0.5 * uncached) * load.pair_s)
+        )
+        work_s = part.prefills * fill_s
+        wait_s, share = max(0.0, load.ready_at - query.now), load.kv_booked / room
+        if (
+            load.strangers
+            and load.scraped_at is not None
+            and load.scraped_at >= query.now - weights.fresh_s
+        ):
+            wait_s += ahead(load) * work_s
+            share = max(share, load.kv_usage or 0.0)
+        first_s = (
+            part.transfer_s
+            + max(wait_s, room_s(load, request.prompt_tokens))
+            + load.fixed_s
+            + work_s
+        )
+        more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
+        step_s = slow * load.step_s + more_s
+        added = (work_s / answer + more_s) / slo.tpot_s
+        slope = min(
+            weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
+        )
+        if load.context_s > load.belief.context_s:
+            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.context_s)
+        fuller = share + (uncached + part.decodes * request.output_tokens) / room
+        return Terms(
+            ttft=self._loss(first_s / patience_s(request, query.now)),
+            tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
+            others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * slope**2,
+            work=weights.work_weight
+            / slo.ttft_s
+            * (work_s + weights.regret_weight * load.regret * fill_s),
+            kv=weights.kv_weight * (fuller**3 - share**3),
+        )
+
+    def speeds(self, candidates: Sequence[Candidate]) -> Factors:
+        """Return the factors that make endpoints of similar learned speed equal: prefill,
+        attention, decode steps.
+        """
+        if not candidates:
+            return [], [], []
+        beliefs, alike = [candidate.load.belief for candidate in candidates], self.weights.alike
+        return (
+            level([belief.prefill for belief in beliefs], alike),
+            level([belief.pairs for belief in beliefs], alike),
+            level([belief.step for belief in beliefs], alike),
+        )
+
+    def _loss(self, share: float) -> float:
+        """Return the loss, in requests, of using up this share of a budget."""
+        capped = min(share, self.weights.late)
+        return capped**3 + self.weights.overdue * (share - capped)
+
+
+class _RequestTerms:
+    """The parts of a price that are equal for all candidates, multiplied once per query.
+
+    All attributes are C doubles in the compiled module, and so are locals annotated as float
+    (deploy/).
+    """
+
+    __slots__ = (
+        *(
+            "_beyond",
+            "_decoded",
+            "_kv_weight",
+            "_late",
+            "_later",
+            "_lumps",
+            "_now",
+            "_oldest",
+            "_others",
+            "_overdue",
+        ),
+        *(
+            "_own",
+            "_per_tpot",
+            "_per_ttft",
+            "_prefills",
+            "_prompt",
+            "_regretted",
+            "_stall",
+            "_transfer_s",
+            "_work",
+        ),
+    )
+
+    def __init__(self, weights: Priced, query: Ask, part: Part) -> None:
+        request, slo = query.request, query.request.slo
+        self._late, self._overdue = weights.late, weights.overdue
+        self._beyond = weights.late**3 - weights.overdue * weights.late
+        self._now, self._oldest = query.now, query.now - weights.fresh_s
+        self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
+        self._prefills, self._transfer_s = part.prefills, part.transfer_s
+        self._per_ttft, self._per_tpot = 1.0 / patience_s(request, query.now), 1.0 / slo.tpot_s
+        self._decoded, self._own = part.decodes / slo.tpot_s, part.decodes * weights.tpot_weight
+        self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
+        self._work, self._regretted = weights.work_weight / slo.ttft_s, weights.regret_weight
+        self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
+
+    def prices(
+        self, candidates: Sequence[Candidate], cached: Sequence[int], factors: Factors
+    ) -> list[float]:
+        """Return the totals of `explain`, from one unrolled loop because every request runs it."""
+        fasts, attentions, slows = factors
+        known, prices = len(cached), []
+        prompt: float = self._prompt
+        late: float = self._late
+        shortest: float = SHORTEST
+        load: EndpointLoad
+        for index, candidate in enumerate(candidates):
+            load = candidate.load
+            fast: float = fasts[index]
+            attention: float = attentions[index]
+            slow: float = slows[index]
+            hit: float = cached[load.slot] if load.slot < known else 0
+            token_s: float = load.token_s
+            pair_s: float = load.pair_s
+            fixed_s: float = load.fixed_s
+            ready_at: float = load.ready_at
+            step_s: float = load.step_s
+            sequence_s: float = load.sequence_s
+            context_s: float = load.context_s
+            plain_s: float = load.belief.context_s
+            expected: float = load.expected_tokens
+            answers: float = load.answers or 1
+            booked: float = load.kv_booked
+            room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
+            regret: float = load.regret
+            share: float = booked / room
+            uncached = prompt - hit
+            fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
+            work_s = self._prefills * fill_s
+            wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
+            if load.strangers and load.scraped_at is not None and load.scraped_at >= self._oldest:
+                wait_s += ahead(load) * work_s
+                share = max(share, load.kv_usage or 0.0)
+            start_s: float = wait_s if prompt <= load.kv_free else max(wait_s, room_s(load, prompt))
+            first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
+            more = self._decoded * slow * (sequence_s + context_s * prompt)
+            step = slow * step_s * self._per_tpot + more
+            answer = expected / answers
+            per_answer = self._per_tpot / (answer if answer > shortest else shortest)
+            more += work_s * per_answer
+            slope = step + self._stall * per_answer * wait_s + 0.5 * more
+            if slope > late:
+                slope = late
+            if context_s > plain_s:  # stretched by others' prefills: their part of a step
+                step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
+            fuller = share + (uncached + self._later) / room
+            prices.append(
+                (first * first * first if first < late else self._beyond + self._overdue * first)
+                + self._own
+                * (step * step * step if step < late else self._beyond + self._overdue * step)
+                + self._others * expected * per_answer * more * slope * slope
+                + self._work * (work_s + self._regretted * regret * fill_s)
+                + self._kv_weight * (fuller * fuller * fuller - share * share * share)
+            )
+        return prices
+
+
+def patience_s(request: Request, now: float) -> float:
+    """Return the rest of the TTFT budget of a request that has waited at the gateway, with a lower
+    bound.
+    """
+    budget_s = request.slo.ttft_s
+    waited_s = now - request.arrived_s if request.arrived_s else 0.0
+    return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
+
+
+def ahead(load: EndpointLoad) -> int:
+    """Return the external requests that had not begun at the last scrape.
+
+    Each is assumed to be like this one.
+    """
+    return min(load.strangers, load.waiting or 0)
+
+
+def level(speeds: Sequence[Speed], alike: float) -> list[float]:
+    """Return the factors that bring each speed to the median, limited by `alike` and the speed's
+    uncertainty.
+
+    Learned speeds of equal endpoints differ by noise, and only differences beyond it should count.
+    Otherwise the endpoint that seems slightly faster would get all work without another preference.
+    The same would happen to an endpoint without observations where others are slower than their
+    prior, and under so much prefill it could not show its decode speed.
+    """
+    factors = [speed.factor for speed in speeds]
+    ordered = sorted(factors)
+    middle = ordered[len(ordered) // 2]
+    corrections = [middle / factor for factor in factors]
+    if ordered[-1] <= alike * middle <= alike * alike * ordered[0]:
+        return corrections
+    bounds = [alike * exp(SIGMAS * sqrt(speed.var)) for speed in speeds]
+    return [
+        min(limit, max(1.0 / limit, correction))
+        for correction, limit in zip(corrections, bounds, strict=True)
+    ]

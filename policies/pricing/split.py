@@ -1,0 +1,320 @@
+"""Splitting: a pair of prefill and decode endpoints, or one endpoint for the whole request.
+
+Contains which requests cannot be split, the rule by uncached tokens, and the choice of a pair. The
+wire dialects are in kvtransfer.dialects; failure handling of a pair is the gateway's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from policies import pickers, run
+from policies.contract import DECODE, Filter, Part, PartPrices, Policy, Weighted
+from policies.filters import below_cap
+from policies.latency.latency import ttft_s
+from policies.model import Ask, Candidate, Pick
+from policies.presets import DecodeLoad
+
+
+class Reason(StrEnum):
+    """Why a request was split or not: a metric label and a value in the access log."""
+
+    # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
+    __hash__ = str.__hash__
+
+    LONG = "long"  # split: the decode endpoint lacks enough of the prompt
+    NOBODY_ALONE = "nobody_alone"  # split: no endpoint can serve the whole request
+    PAIR_CHEAPER = "pair_cheaper"  # split: the pair costs less than any single endpoint
+    WHOLE_CHEAPER = "whole_cheaper"  # not split: a single endpoint costs less
+    SHORT = "short"
+    CACHED = "cached"
+    ONE_TOKEN = "one_token"  # noqa: S105
+    CHOICES = "choices"
+    PROMPTS = "prompts"
+    PROMPT_SCORES = "prompt_scores"
+    NO_PAIR = "no_pair"
+    RECOMPUTE = "recompute"  # not split: a handoff failed, so one endpoint recomputes everything
+
+
+# Enum member access is slow before Python 3.12, and every split request needs it.
+_LONG = Reason.LONG
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The properties of a request that decide whether it can be split at all.
+
+    choices        answers per prompt: the larger of n and best_of
+    prompts        prompts in the request
+    scores_prompt  log probabilities or an echo of the prompt are requested: the decoder would
+                   compute it all again
+    max_tokens     the client's limit of output tokens; None without one
+    """
+
+    choices: int = 1
+    prompts: int = 1
+    scores_prompt: bool = False
+    max_tokens: int | None = None
+
+
+class SplitRule(msgspec.Struct, frozen=True):
+    """When to split: from this many uncached prompt tokens.
+
+    hysteresis  half the width of a band around the threshold, as a share of it. Inside the band a
+                request follows the last decision outside of it, so that the mode does not flap
+    handoff_s, kv_token_s  time of a KV transfer, fixed and per token (320 KiB per token at 50
+                           GB/s): for policies that price a split, which need no threshold
+    pair_gain   share of the single endpoint's price that a pair must save, because it stores the
+                prompt's KV twice for a while
+    """
+
+    threshold_tokens: int = 2048
+    hysteresis: float = 0.25
+    handoff_s: float = 0.01
+    kv_token_s: float = 6.5e-6
+    pair_gain: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
+            raise ValueError(
+                f"threshold_tokens >= 1 and 0 <= hysteresis < 1 are required, got {self}"
+            )
+        if self.handoff_s < 0.0 or self.kv_token_s < 0.0 or not 0.0 <= self.pair_gain < 1.0:
+            raise ValueError(
+                f"handoff_s and kv_token_s >= 0 and 0 <= pair_gain < 1 are required, got {self}"
+            )
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Endpoints with compatible KV caches. One with role BOTH is in both tuples."""
+
+    compat: str
+    prefills: tuple[Candidate, ...]
+    decodes: tuple[Candidate, ...]
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """The endpoints a splitting decision may choose from.
+
+    Those in `alone` can serve a whole request.
+    """
+
+    groups: tuple[Group, ...]
+    alone: tuple[Candidate, ...]
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The endpoint that computes the prompt and the one that decodes; never the same one."""
+
+    prefill: Pick
+    decode: Pick
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A pair, or None for a single endpoint.
+
+    `splitting` is the hysteresis mode for the next decision.
+    """
+
+    pair: Pair | None
+    reason: Reason
+    splitting: bool
+
+
+def splitter(rule: SplitRule, policy: Policy) -> Splitter:
+    """Return the splitter for a policy: priced if it prices phases, else by threshold."""
+    crowded = msgspec.structs.replace(
+        policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
+    )
+    if policy.parts is not None:
+        return PricedSplitter(
+            rule, policy, by_price("decode_price", DECODE, policy.filters, policy.parts), crowded
+        )
+    return Splitter(rule, policy, DecodeLoad().build(), crowded)
+
+
+def by_price(name: str, part: Part, filters: tuple[Filter, ...], prices: PartPrices) -> Policy:
+    """Return a policy that picks the cheapest endpoint for a phase."""
+
+    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        return [-price for price in prices(query, candidates, part)]
+
+    return Policy(name, filters, (Weighted(score),), pickers.best, reads_prefix=True)
+
+
+def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
+    """Return a key that is equal for compatible KV caches: engine, model, and the labels `version`
+    and `kv_dtype`.
+
+    An engine refuses a peer of another version in its handshake (engines.md B.1), but only after
+    the prefill was computed.
+    """
+    return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
+
+
+def after_prefill_s(rule: SplitRule, query: Ask, decode: Pick) -> float:
+    """Return the expected seconds from the end of the prefill to the first token.
+
+    The KV is transferred, and then waits behind the prompts that the decoder computes itself, or
+    for free KV.
+    """
+    prompt_tokens = query.request.prompt_tokens
+    moved_s = rule.handoff_s + (prompt_tokens - decode.cached_tokens) * rule.kv_token_s
+    return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, query.now)
+
+
+def unsplittable(shape: Shape) -> Reason | None:
+    """Return why this request cannot be handed over, or None.
+
+    Sources: engines.md B.1 (not splittable) and 0.9.
+    """
+    if shape.choices > 1:
+        return Reason.CHOICES
+    if shape.prompts > 1:
+        return Reason.PROMPTS
+    return Reason.PROMPT_SCORES if shape.scores_prompt else None
+
+
+class Splitter(msgspec.Struct, frozen=True):
+    """Splits by the rule; `prefill` chooses by prefixes, `decode` by load.
+
+    `crowded` replaces `prefill` if all endpoints are at their cap and none can serve a request
+    whole: it queues there.
+    """
+
+    rule: SplitRule
+    prefill: Policy
+    decode: Policy
+    crowded: Policy
+
+    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
+        """Decide about one request. `splitting` is that of the last decision; False at first.
+
+        A request that no endpoint can serve whole is split even when that does not pay off: slow is
+        better than not at all.
+        """
+        why = unsplittable(shape)
+        if why is not None:
+            return Decision(None, why, splitting)
+        pair = self.pair(pools, query)
+        if pair is None:
+            return Decision(None, Reason.NO_PAIR, splitting)
+        reason, splitting = self._pays_off(
+            query.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting
+        )
+        if reason is not _LONG:
+            if _has_candidate(pools.alone, query):
+                return Decision(None, reason, splitting)
+            reason = Reason.NOBODY_ALONE
+        return Decision(pair, reason, splitting)
+
+    def pair(self, pools: Pools, query: Ask) -> Pair | None:
+        """Return the least loaded decode endpoint that has a prefill partner, and the best such
+        partner.
+        """
+        groups = [group for group in pools.groups if _has_candidate(group.prefills, query)]
+        if not groups:
+            return None
+        group, several = groups[0], len(groups) > 1
+        decode = run.pick(
+            self.decode, query, _decode_candidates(groups) if several else group.decodes
+        )
+        if decode is None:
+            return None
+        chosen = decode.candidate
+        if several:
+            group = next(group for group in groups if chosen in group.decodes)
+        prefills: Sequence[Candidate] = group.prefills
+        if chosen in prefills:
+            prefills = [candidate for candidate in prefills if candidate is not chosen]
+        prefill = run.pick(self.prefill, query, prefills)
+        if prefill is None and not _has_candidate(pools.alone, query):
+            prefill = run.pick(self.crowded, query, prefills)
+        return None if prefill is None else Pair(prefill, decode)
+
+    def _pays_off(
+        self, prompt_tokens: int, cached_tokens: int, shape: Shape, splitting: bool
+    ) -> tuple[Reason, bool]:
+        """Return whether splitting pays off: the reason, and the new mode."""
+        if shape.max_tokens is not None and shape.max_tokens <= 1:
+            return Reason.ONE_TOKEN, splitting
+        width = self.rule.threshold_tokens * self.rule.hysteresis
+        bound = self.rule.threshold_tokens + (-width if splitting else width)
+        if prompt_tokens - cached_tokens >= bound:
+            return _LONG, True
+        return (Reason.CACHED if prompt_tokens >= bound else Reason.SHORT), False
+
+
+class PricedSplitter(Splitter, frozen=True):
+    """Splits when a pair costs less than the best single endpoint.
+
+    It needs no threshold and no band. Long prompts cost much where many answers are being
+    generated, and busy prefill endpoints have long queues, so splitting starts and stops with the
+    load. Endpoints that decode remain cheap for decoding and expensive for prefill, so roles form
+    and dissolve by themselves.
+    """
+
+    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
+        """Like Splitter.decide, by price. `splitting` is returned unchanged: there is no mode."""
+        why = unsplittable(shape)
+        if why is not None:
+            return Decision(None, why, splitting)
+        whole = run.pick(self.prefill, query, pools.alone)
+        if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
+            return Decision(None, Reason.ONE_TOKEN, splitting)
+        pair = self.pair(pools, query)
+        if pair is None:
+            return Decision(None, Reason.NO_PAIR, splitting)
+        if whole is None:
+            if _has_candidate(pools.alone, query):
+                return Decision(None, Reason.WHOLE_CHEAPER, splitting)
+            return Decision(pair, Reason.NOBODY_ALONE, splitting)
+        if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
+            return Decision(pair, Reason.PAIR_CHEAPER, splitting)
+        return Decision(None, Reason.WHOLE_CHEAPER, splitting)
+
+    def pair(self, pools: Pools, query: Ask) -> Pair | None:
+        """Return the cheapest pair: per group the cheapest decoder, then the cheapest prefill
+        endpoint for it.
+        """
+        pairs = [
+            pair
+            for group in pools.groups
+            if (pair := self._pair_of(group, pools, query)) is not None
+        ]
+        return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
+
+    def _pair_of(self, group: Group, pools: Pools, query: Ask) -> Pair | None:
+        decode = run.pick(self.decode, query, group.decodes)
+        if decode is None or self.prefill.parts is None:
+            return None
+        part = Part(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
+        prefills = [candidate for candidate in group.prefills if candidate is not decode.candidate]
+        prefill = run.pick(
+            by_price("prefill_price", part, self.prefill.filters, self.prefill.parts),
+            query,
+            prefills,
+        )
+        if prefill is None and not _has_candidate(pools.alone, query):
+            prefill = run.pick(
+                by_price("prefill_price", part, self.crowded.filters, self.prefill.parts),
+                query,
+                prefills,
+            )
+        return None if prefill is None else Pair(prefill, decode)
+
+
+def _has_candidate(candidates: Sequence[Candidate], query: Ask) -> bool:
+    """Return whether an available endpoint has not failed this request."""
+    tried = query.tried
+    # a hot path; any() is slower
+    for candidate in candidates:  # noqa: SIM110
+        if candidate.load.available and candidate.endpoint.name not in tried:
+            return True
+    return False
+
+
+def _decode_candidates(groups: Sequence[Group]) -> Sequence[Candidate]:
+    return [candidate for group in groups for candidate in group.decodes]

@@ -1,0 +1,128 @@
+"""The sources as the architecture tests read them: modules, imports, names and prose, by the AST.
+
+Nothing is imported from the product, so a module that cannot be imported is still judged.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("policies", "kvtransfer", "gateway", "mockgpu", "planner")
+PYTHON_FOLDERS = (*SHIPPED, "tools", "bench", "tests", "deploy")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module: its dotted name, its source, and what it imports.
+
+    `imported` has project modules that are imported at run time, `imported_types` those imported
+    under TYPE_CHECKING alone, and `outside` the top-level names of all other packages.
+    """
+
+    name: str
+    path: Path
+    source: str
+    tree: ast.Module
+    imported: frozenset[str]
+    imported_types: frozenset[str]
+    outside: frozenset[str]
+
+
+@cache
+def modules(*folders: str) -> Mapping[str, Module]:
+    """The modules of these top-level folders, by dotted name."""
+    paths = {
+        dotted_name(path): path for top in folders for path in sorted((ROOT / top).rglob("*.py"))
+    }
+    return {name: _read(name, path, paths) for name, path in paths.items()}
+
+
+def dotted_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_of(name: str) -> str:
+    """The package whose imports are limited: two levels below a top-level folder, or one module.
+
+    >>> package_of("gateway.http.upstream")
+    'gateway.http'
+    """
+    return ".".join(name.split(".")[:2])
+
+
+def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of two or more nodes that reach each other, each sorted (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in edges.get(node, ()):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = []
+            while not group or group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return groups
+
+
+def prose(module: Module) -> str:
+    """All docstrings and comments of a module."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (node for node in ast.walk(module.tree) if isinstance(node, documented))
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
+    texts += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(texts)
+
+
+def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
+    source = path.read_text()
+    tree = ast.parse(source)
+    run: set[str] = set()
+    types: set[str] = set()
+    outside: set[str] = set()
+    for base, attribute, for_types in _imports(tree, is_for_types=False):
+        full = f"{base}.{attribute}"
+        target = full if full in paths else base if base in paths else None
+        if target is None:
+            if not for_types:
+                outside.add(base.split(".")[0])
+        elif target != name:
+            (types if for_types else run).add(target)
+    return Module(
+        name, path, source, tree, frozenset(run), frozenset(types), frozenset(outside)
+    )
+
+
+def _imports(node: ast.AST, *, is_for_types: bool) -> Iterator[tuple[str, str, bool]]:
+    """(module, name taken from it or "", whether for types alone) of every import below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, "", is_for_types) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, "imports are absolute in this project"
+            yield from ((child.module or "", alias.name, is_for_types) for alias in child.names)
+        else:
+            guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _imports(child, is_for_types=is_for_types or guarded)

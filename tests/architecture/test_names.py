@@ -1,0 +1,80 @@
+"""The naming table: names that were replaced do not come back.
+
+renamed.tsv has one line per name: kind, qualified place, old name, new name. A class or module that
+was renamed does not exist under its old name; a function or attribute does not exist at its place.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT, SHIPPED, modules
+
+TABLE = [
+    line.split("\t")
+    for line in (Path(__file__).with_name("renamed.tsv")).read_text().splitlines()
+    if line and not line.startswith("#")
+]
+MODULES = modules(*SHIPPED, "tools")
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """Methods, class attributes, slots, and attributes assigned to self."""
+    names: set[str] = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(child.name)
+        elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            names.add(child.target.id)
+        elif (
+            isinstance(child, ast.Attribute)
+            and isinstance(child.ctx, ast.Store)
+            and isinstance(child.value, ast.Name)
+            and child.value.id == "self"
+        ):
+            names.add(child.attr)
+    return names
+
+
+CLASSES: dict[str, list[ast.ClassDef]] = defaultdict(list)
+for _module in MODULES.values():
+    for _node in ast.walk(_module.tree):
+        if isinstance(_node, ast.ClassDef):
+            CLASSES[_node.name].append(_node)
+
+
+def rows(kind: str) -> list[tuple[str, str, str]]:
+    return [(place, old, new) for each, place, old, new in TABLE if each == kind]
+
+
+def test_the_table_has_every_kind_of_name() -> None:
+    assert {kind for kind, *_ in TABLE} == {"module", "class", "function", "attribute"}
+
+
+def test_replaced_module_paths_do_not_exist() -> None:
+    assert [old for _, old, _ in rows("module") if (ROOT / old).exists()] == []
+
+
+def test_new_module_paths_exist() -> None:
+    assert [new for _, _, new in rows("module") if not (ROOT / new).exists()] == []
+
+
+def test_replaced_class_names_do_not_come_back() -> None:
+    current = {new for _, _, new in rows("class")}
+    assert [old for _, old, _ in rows("class") if old in CLASSES and old not in current] == []
+
+
+def test_replaced_functions_are_not_defined_at_their_place() -> None:
+    for place, old, new in rows("function"):
+        assert place in MODULES, f"{place} is gone: drop its line ({old} -> {new})"
+        names = {getattr(node, "name", None) for node in MODULES[place].tree.body}
+        assert old not in names, f"{place}.{old} is called {new} now"
+
+
+@pytest.mark.parametrize(("place", "old", "new"), rows("attribute"))
+def test_a_replaced_attribute_is_not_defined_on_its_class(place: str, old: str, new: str) -> None:
+    assert all(old not in members(node) for node in CLASSES[place]), f"{old} is called {new} now"

@@ -1,0 +1,113 @@
+"""The endpoint table through any sequence of configurations: slots are one's own, and nobody loses what is his."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gateway.config import Config
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from policies.model import Pick, Request
+
+URLS = [f"http://127.0.0.1:{9000 + number}" for number in range(5)]
+
+
+def config(pools: dict[str, list[int]], cap: int) -> Config:
+    specs = {
+        name: {"endpoints": [{"url": URLS[n], "max_concurrency": cap} for n in numbers]}
+        for name, numbers in pools.items()
+        if numbers
+    }
+    models = [{"name": name, "pool": name} for name in specs]
+    return Config.model_validate({"version": 1, "models": models, "pools": specs})
+
+
+class Table(RuleBasedStateMachine):
+    """Configurations of up to five endpoints in two pools, bookings in between, and releases of those who left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.metrics = Metrics()
+        self.current = config({"a": [0, 1]}, 4)
+        outbox = Outbox(self.loop)
+        self.table = EndpointTable(self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox)
+        self.adoption = self.table.plan(self.current)
+        self.table.adopt(self.adoption)
+        self.open: list[tuple[LiveEndpoint, Booking]] = []
+
+    def teardown(self) -> None:
+        for _, booking in self.open:
+            booking.__exit__()
+        assert all(live.load.in_flight == 0 for live in self.table.all())
+        self.loop.close()
+
+    @rule(places=st.lists(st.sampled_from(["a", "b", "-"]), min_size=5, max_size=5), cap=st.integers(1, 9))
+    def adopt(self, places: list[str], cap: int) -> None:
+        pools = {name: [n for n, place in enumerate(places) if place == name] for name in ("a", "b")}
+        if not any(pools.values()):
+            return
+        self.current = config(pools, cap)
+        before = {(live.endpoint.pool, live.endpoint.url): live for live in self.table.all()}
+        self.adoption = self.table.plan(self.current)
+        unchanged = {(live.endpoint.pool, live.endpoint.url): live for live in self.table.all()}
+        assert unchanged == before, "planning changes nothing"
+        moves = self.table.adopt(self.adoption)
+        for member in self.adoption.members:
+            key = member.endpoint.pool, member.endpoint.url
+            assert before.get(key, member.live) is member.live, "whoever was known is the same"
+        assert not {id(live) for live in moves.came} & {id(live) for live in moves.left}
+
+    @rule(number=st.integers(0, 99))
+    def book(self, number: int) -> None:
+        candidates = [each for members in self.adoption.pools.values() for each in members]
+        chosen = candidates[number % len(candidates)]
+        pick = Pick(chosen, 0, 0.0, 1, "test")
+        live = next(live for live in self.table.all() if live.load is chosen.load)
+        self.open.append((live, self.table.book(pick, Request("id", "m", "", 10, 5), None)))
+
+    @precondition(lambda self: self.open)
+    @rule(number=st.integers(0, 99))
+    def end(self, number: int) -> None:
+        _, booking = self.open.pop(number % len(self.open))
+        booking.__exit__()
+
+    @rule()
+    def release_the_idle(self) -> None:
+        for live in self.table.all():
+            if live.leaving and not live.load.in_flight:
+                self.table.release(live)
+
+    @invariant()
+    def everybody_has_a_slot_of_his_own(self) -> None:
+        slots = [live.load.slot for live in self.table.all()]
+        assert len(slots) == len(set(slots))
+        assert max(slots) < 10, "two pools of five: slots are given again"
+
+    @invariant()
+    def bookings_are_counted_where_they_were_made(self) -> None:
+        for live in self.table.all():
+            assert live.load.in_flight == sum(owner is live for owner, _ in self.open)
+
+    @invariant()
+    def those_of_the_configuration_stay_and_all_others_leave(self) -> None:
+        wanted = {(pool, each.url) for pool, spec in self.current.pools.items() for each in spec.endpoints}
+        staying = {(live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving}
+        assert staying == wanted
+        for pool, members in self.adoption.pools.items():
+            cap = self.current.pools[pool].endpoints[0].max_concurrency
+            assert all(each.endpoint.max_concurrency == cap for each in members)
+            assert any(each.load.available for each in members)
+
+
+TestTable = Table.TestCase
+TestTable.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,122 @@
+"""The endpoint table's bookings as a state machine: whatever the order of events, everything taken is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from gateway.config import Config
+from gateway.fleet.booking import Booking
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.fleet.scrape import Reading
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.relay import UpstreamBroke
+from gateway.protocol.stream_scan import Usage
+from policies.health.health import Event, is_unreachable
+from policies.model import Candidate, Pick, Request
+
+KINDS = ["reset", "timeout", "connect_failed", "status_500", "status_503", "engine_error", "ejected", "framing"]
+
+
+class Bookings(RuleBasedStateMachine):
+    """Three endpoints, bookings in any stage, probes and scrapes in between."""
+
+    bookings = Bundle("bookings")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self._build())
+        self.open: dict[Booking, tuple[int, int, int, bool]] = {}
+
+    async def _build(self) -> None:
+        urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
+        config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": urls}}})
+        self.table = EndpointTable(config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop))
+        adoption = self.table.plan(config)
+        self.table.adopt(adoption)
+        self.candidates: tuple[Candidate, ...] = adoption.pools["main"]
+        self.lives = list(self.table.all())
+
+    def teardown(self) -> None:
+        for booking in list(self.open):
+            booking.__exit__()
+        for candidate in self.candidates:
+            load = candidate.load
+            assert (load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens) == (0, 0, 0, 0)
+        self.loop.close()
+
+    @rule(
+        target=bookings,
+        slot=st.integers(0, 2),
+        prompt=st.integers(0, 10**6),
+        output=st.integers(0, 10**5),
+        share=st.floats(0, 1),
+    )
+    def book(self, slot: int, prompt: int, output: int, share: float) -> Booking:
+        cached = int(prompt * share)
+        pick = Pick(self.candidates[slot], cached, 0.0, 3, "test")
+        booking = self.table.book(pick, Request("id", "m", "", prompt, output, stream=True), None)
+        self.open[booking] = (slot, prompt, cached, False)
+        return booking
+
+    @rule(booking=bookings)
+    def first_token(self, booking: Booking) -> None:
+        if booking in self.open:
+            booking.first_token()
+            slot, prompt, cached, _ = self.open[booking]
+            self.open[booking] = (slot, prompt, cached, True)
+
+    @rule(booking=consumes(bookings), end=st.sampled_from(["served", "left", *KINDS]))
+    def leave(self, booking: Booking, end: str) -> None:
+        with suppress(UpstreamBroke), booking:
+            del self.open[booking]
+            if end == "served":
+                booking.served(Usage(7, 3, 2))
+            elif end != "left":
+                booking.failed(UpstreamBroke(end, "test"))
+                booking.failed(UpstreamBroke(end, "told twice counts once"))
+
+    @rule(slot=st.integers(0, 2), status=st.sampled_from([200, 500, 503, None]))
+    def probe(self, slot: int, status: int | None) -> None:
+        self.table.probed(self.lives[slot], status)
+
+    @rule(slot=st.integers(0, 2), event=st.sampled_from(list(Event)))
+    def happen(self, slot: int, event: Event) -> None:
+        self.table.happened(self.lives[slot], event)
+
+    @rule(slot=st.integers(0, 2), running=st.none() | st.integers(0, 50), waiting=st.none() | st.integers(0, 50))
+    def scrape(self, slot: int, running: int | None, waiting: int | None) -> None:
+        load = self.candidates[slot].load
+        before = load.beyond
+        self.table.scraped(self.lives[slot], Reading(running, waiting, 0.5, None))
+        assert load.beyond == max(0, (running or 0) + (waiting or 0) - load.in_flight)
+        assert load.strangers == min(before, load.beyond)
+
+    @invariant()
+    def loads_are_the_sum_of_open_bookings(self) -> None:
+        for candidate in self.candidates:
+            load = candidate.load
+            mine = [kept for kept in self.open.values() if kept[0] == load.slot]
+            assert load.in_flight == len(mine)
+            assert load.prefill_tokens == sum(prompt - cached for _, prompt, cached, began in mine if not began)
+            assert load.decode_tokens == sum(prompt for _, prompt, _, began in mine if began)
+
+    @invariant()
+    def an_endpoint_is_available_unless_all_are_dead_or_unreachable(self) -> None:
+        alive: list[Any] = [
+            live for live in self.lives if live.health.state != "dead" and not is_unreachable(live.health)
+        ]
+        assert bool(alive) == any(live.load.available for live in alive)
+
+
+TestBookings = Bookings.TestCase
+TestBookings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

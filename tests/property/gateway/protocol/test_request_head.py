@@ -1,0 +1,177 @@
+"""Heads that the narrow grammar accepts mean the same to aiohttp's parser."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpRequestParser, HttpVersion11
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gateway.protocol.openai import LINE
+from gateway.protocol.request_head import MAX_HEAD, begins_head, read_head
+
+NAMES = st.sampled_from(
+    [
+        *(
+            "Host",
+            "host",
+            "Content-Length",
+            "content-length",
+            "Content-Type",
+            "Connection",
+            "Authorization",
+            "Accept",
+        ),
+        *(
+            "Transfer-Encoding",
+            "Content-Encoding",
+            "Expect",
+            "Upgrade",
+            "TE",
+            "X-A",
+            "x-a",
+            "X_A",
+            "X A",
+            "",
+            "Trailer",
+        ),
+    ]
+)
+VALUES = st.one_of(
+    st.sampled_from(
+        [
+            *(
+                "test",
+                "0",
+                "2",
+                "12",
+                "02",
+                "+2",
+                "2,2",
+                "0x2",
+                "close",
+                "keep-alive",
+                "chunked",
+                "",
+                " ",
+                "a  b",
+            ),
+            *("upgrade", "Upgrade, HTTP2-Settings", "upgrade, close", "h2c"),
+        ]
+    ),
+    st.text(st.characters(min_codepoint=0, max_codepoint=255), max_size=8),
+)
+ENDS = st.sampled_from(["\r\n"] * 12 + ["\n", "\r", "\r\n ", "\r\n\t", ""])
+FIELDS = st.lists(
+    st.tuples(NAMES, st.sampled_from([": ", ":", " : ", ":\t"]), VALUES, ENDS), max_size=5
+)
+STARTS = st.sampled_from(
+    [f"POST {path} HTTP/1.1\r\n" for path in LINE] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
+)
+
+
+def heads(start: str, fields: list[tuple[str, str, str, str]]) -> bytes:
+    return (start + "".join("".join(field) for field in fields) + "\r\n").encode("latin-1")
+
+
+@settings(max_examples=1500, deadline=None)
+@given(STARTS, FIELDS, st.booleans(), st.binary(max_size=20))
+@example(
+    "POST /v1/completions HTTP/1.1\r\n",
+    [("Host", ": ", "a", "\r\n"), ("Content-Length", ":", "2", "\r\n")],
+    False,
+    b"",
+)
+@example(
+    "POST /v1/completions HTTP/1.1\r\n",
+    [("Connection", ": ", "Upgrade, HTTP2-Settings", "\r\n"), ("Upgrade", ": ", "h2c", "\r\n")],
+    True,
+    b"{}",
+)
+def test_an_ordinary_head_is_read_the_same_by_both_parsers(
+    start: str, fields: list[tuple[str, str, str, str]], framed: bool, body: bytes
+) -> None:
+    if framed:
+        fields = [
+            ("Host", ": ", "test", "\r\n"),
+            ("Content-Length", ": ", str(len(body)), "\r\n"),
+            *fields,
+        ]
+    data = heads(start, fields) + body
+    head = read_head(data, 0)
+    if head is None:
+        return
+    extent = head.extent(data, 0)
+    assert extent is not None
+    asyncio.run(_agrees(data, head.headers, str(head.api), extent))
+
+
+async def _agrees(data: bytes, headers: object, path: str, extent: tuple[int, int]) -> None:
+    loop = asyncio.get_running_loop()
+    parser = HttpRequestParser(
+        BaseProtocol(loop), loop, 2**16, max_line_size=8190, max_field_size=8192
+    )
+    messages, upgraded, _ = parser.feed_data(data[: extent[0]])
+    assert len(messages) == 1
+    message, payload = messages[0]
+    assert not upgraded  # with h2c another protocol would follow the body
+    assert (message.method, message.path, message.version) == ("POST", path, HttpVersion11)
+    assert not any((message.should_close, message.chunked, message.compression))
+    assert {name.lower(): value for name, value in message.headers.items()} == headers
+    length = extent[1] - extent[0]
+    assert int(message.headers["Content-Length"]) == length
+    assert payload.is_eof() == (length == 0)
+    if length:
+        parser.feed_data(b"x" * (length - 1))
+        assert not payload.is_eof()
+        parser.feed_data(b"x")
+        assert payload.is_eof()
+        assert payload.total_bytes == length
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["X-A", "Accept"]), st.sampled_from(["1", "two words"])),
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_every_prefix_of_an_ordinary_head_is_recognised(
+    fields: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    named = dict(fields)
+    lines = "".join(
+        f"{name}: {value}\r\n"
+        for name, value in {"Host": "a", **named, "Content-Length": "2"}.items()
+    )
+    head = f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode()
+    assert read_head(head, 0)
+    assert begins_head(head[: data.draw(st.integers(1, len(head) - 1))])
+
+
+def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: 1\r\n\r\n"
+    head = read_head(first, 0)
+    assert head is not None
+    assert head.extent(first.replace(b": 7", b": 1234"), 0) == (
+        len(first) + 3,
+        len(first) + 3 + 1234,
+    )
+    for old, new in (
+        (b"X-A: 1", b"X-A: 2"),
+        (b": 7", b": 07"),
+        (b": 7", b": 7 "),
+        (b": 7", b": +7"),
+        (b": 7\r", b": 7"),
+    ):
+        assert head.extent(first.replace(old, new), 0) is None
+
+
+def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: %b\r\n\r\n"
+    assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 2)), 0) is not None
+    assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 3)), 0) is None
+    assert not begins_head(head[:-4] % (b"a" * MAX_HEAD))

@@ -1,0 +1,398 @@
+"""TransferSink under any events in any order: every landing ends once, behind its fence.
+
+It ends as LANDED only if complete.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvtransfer.contract import Verdict, WindowHead
+from kvtransfer.layout.layout import KvDtype, KvLayout, fingerprint_of
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import plan
+from kvtransfer.protocol.messages import (
+    Accept,
+    Landed,
+    Message,
+    ProtocolError,
+    Stop,
+    Unwanted,
+    pack_blocks,
+)
+from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.transfer.commands import (
+    Command,
+    Dial,
+    Fence,
+    Progress,
+    Reckon,
+    Resolve,
+    Send,
+    SendInvite,
+)
+from kvtransfer.transfer.flow_control import Klass
+from kvtransfer.transfer.receive_tracker import WindowError
+from kvtransfer.transfer.sink import SinkBook, SinkState, Wish
+from kvtransfer.transfer.stats import Tally
+from kvtransfer.util.options import Options
+
+LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
+BLOCKS, WINDOW = 16, 100
+ADDRESSES = ("a:1", "b:2")
+
+
+class FakeLink:
+    """The part of a link that the sink uses."""
+
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "p", 0, 1 << 20, False
+
+
+class World:
+    """A sink, a source that sends anything, and a transport that writes until the fence."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now = 100.0
+        size = LAYOUT.rank_block_bytes(0)
+        self.region = Region.over(bytearray(BLOCKS * size), size, name="d")
+        self.book = SinkBook(LAYOUT, [self.region], Options(window_bytes=WINDOW), Tally())
+        self.links: dict[str, FakeLink] = {}
+        self.left: list[FakeLink] = []
+        self.dialling: set[str] = set()
+        self.numbers = 0
+        self.wishes: dict[int, Wish] = {}
+        self.invited: dict[int, FakeLink] = {}
+        self.said: set[int] = set()
+        self.unwanted: set[int] = set()
+        self.windows: dict[int, list[WindowHead]] = {}
+        self.begun: list[tuple[FakeLink, WindowHead]] = []
+        self.good: dict[int, int] = {}
+        self.fencing: list[tuple[FakeLink, int]] = []
+        self.fenced: set[int] = set()
+        self.resolved: dict[int, How] = {}
+        self.layers: dict[int, int] = {}
+
+    def step(self) -> None:
+        steps = (self.fetch, self.fetch, self.register, self.register,
+                 self.link, self.link, self.accept, self.accept, self.window, self.window,
+                 self.window, self.window, self.window, self.settle, self.settle, self.settle, self.fence, self.fence,
+                 self.cancel, self.stop, self.wait, self.lose, self.leave, self.nonsense)  # fmt: skip
+        self.rng.choice(steps)()
+
+    def obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Dial(address):
+                    assert address not in self.dialling
+                    self.dialling.add(address)
+                case SendInvite(link, invite, written):
+                    assert link not in self.left
+                    assert invite.transfer not in self.invited
+                    wish = self.wishes[
+                        invite.transfer
+                    ]  # its other blocks are cached, possibly shared
+                    spans = range(0, wish.tokens, LAYOUT.block_tokens)
+                    assert list(written) == [
+                        block
+                        for block, begin in zip(wish.blocks, spans, strict=False)
+                        if begin + LAYOUT.block_tokens > wish.skip_tokens
+                    ]
+                    self.invited[invite.transfer] = link  # type: ignore[assignment]
+                    if self.rng.random() < 0.5:
+                        self.say(invite.transfer)
+                case Fence(link, transfer):
+                    self.fencing.append((link, transfer))  # type: ignore[arg-type]
+                case Resolve(number, end):
+                    assert number not in self.resolved
+                    assert number not in self.invited or number in self.fenced
+                    assert isinstance(end.reason, Reason)
+                    if end.how is How.LANDED:
+                        assert self.good[number] == end.n_bytes == self.whole(number)
+                        assert self.layers[number] == LAYOUT.layers
+                    self.resolved[number] = end.how
+                case Progress(number, layers):
+                    assert number not in self.resolved
+                    assert number in self.fenced or not self.invited[number].one_sided
+                    assert self.layers.get(number, 0) < layers <= LAYOUT.layers
+                    self.layers[number] = layers
+                case Reckon(work):
+                    then = work()
+                    if self.rng.random() < 0.3:
+                        self.rng.choice((self.cancel, self.wait, self.lose))()
+                    self.obey(then(self.now))
+                case Send(_, message):
+                    self.hear(message)
+
+    def hear(self, message: Message) -> None:
+        """Handle a command as the source would."""
+        match message:
+            case Stop(transfer):
+                assert transfer in self.said
+            case Unwanted(name):
+                number = int(name.removeprefix("r"))
+                assert number not in self.said | self.unwanted
+                self.unwanted.add(number)
+            case Landed(transfer, n_bytes):
+                assert n_bytes == self.whole(transfer)
+
+    def say(self, number: int) -> None:
+        """Finish the registration, and send the invitation unless it is late."""
+        if self.book.invites(self.invited[number], number):  # type: ignore[arg-type]
+            assert number not in self.unwanted
+            self.said.add(number)
+        else:
+            assert number in self.fencing_or_over()
+
+    def fencing_or_over(self) -> set[int]:
+        return {number for _, number in self.fencing} | self.fenced | self.resolved.keys()
+
+    def register(self) -> None:
+        if late := self.invited.keys() - self.said:
+            self.say(self.rng.choice(sorted(late)))
+
+    def whole(self, number: int) -> int:
+        wish = self.wishes[number]
+        made = plan(
+            LAYOUT,
+            LAYOUT,
+            list(range(BLOCKS)),
+            wish.blocks,
+            wish.tokens,
+            skip_tokens=wish.skip_tokens,
+        )
+        return made.n_bytes
+
+    def fetch(self) -> None:
+        self.numbers += 1
+        blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
+        tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
+        skip = self.rng.randrange(tokens)
+        address, timeout_s = self.rng.choice(ADDRESSES), self.rng.choice([1.0, 30.0])
+        wish = Wish(
+            address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Klass.BULK
+        )
+        self.wishes[self.numbers] = wish
+        self.obey(self.book.fetch(self.numbers, wish, self.now))
+
+    def link(self) -> None:
+        if self.dialling:
+            address = self.rng.choice(sorted(self.dialling))
+            self.dialling.discard(address)
+            if self.rng.random() < 0.2:
+                self.obey(self.book.unlinked(address, Reason.UNREACHABLE, "", self.now))
+            else:
+                self.links[address] = FakeLink()
+                self.links[address].one_sided = self.rng.random() < 0.5
+                self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
+
+    def accept(self) -> None:
+        waiting = [
+            number
+            for number in self.said
+            if number not in self.resolved and number not in self.windows
+        ]
+        if waiting:
+            number = self.rng.choice(waiting)
+            group, size = (
+                self.rng.choice([1, 2, 4]),
+                self.rng.choice([1, WINDOW, WINDOW, WINDOW, WINDOW + 1]),
+            )
+            wish, source = self.wishes[number], self.rng.sample(range(BLOCKS), BLOCKS)
+            source = source if self.rng.random() < 0.95 else []
+            known = self.rng.random() < 0.95
+            said = Accept(
+                number,
+                pack_blocks(source),
+                group,
+                size,
+                fingerprint_of(LAYOUT, LAYOUT) if known else "",
+            )
+            if (
+                self.told(
+                    lambda: self.book.accepted(self.invited[number], said, self.now),
+                    self.invited[number],
+                )
+                and source
+                and known
+            ):
+                made = plan(
+                    LAYOUT,
+                    LAYOUT,
+                    source,
+                    wish.blocks,
+                    wish.tokens,
+                    skip_tokens=wish.skip_tokens,
+                    group_layers=group,
+                )
+                heads = [
+                    WindowHead(number, at, *w)
+                    for at in range(made.groups)
+                    for w in made.windows(at, size)
+                ]
+                self.rng.shuffle(heads)
+                self.windows[number] = heads
+
+    def window(self) -> None:
+        """Send a transfer's next window, sometimes twice."""
+        for number, heads in self.windows.items():
+            if heads and self.rng.random() < 0.5:
+                head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
+                link = self.invited[number]
+                if self.book.incoming(link, head) is not None:
+                    assert number not in self.resolved
+                    assert (link, number) not in self.fencing
+                    self.begun.append((link, head))
+
+    def settle(self) -> None:
+        """Complete begun windows in any order. The fence voids those that it meets."""
+        self.rng.shuffle(self.begun)
+        for _ in range(min(len(self.begun), 8)):
+            link, head = self.begun.pop()
+            verdict = self.rng.choice([Verdict.OK] * 30 + [Verdict.STALE, Verdict.CORRUPT])
+            if verdict is Verdict.OK:
+                self.good[head.transfer] = self.good.get(head.transfer, 0) + head.n_bytes
+            self.obey(self.book.landed(link, head, verdict, self.now))
+
+    def fence(self) -> None:
+        if self.fencing:
+            link, transfer = self.fencing.pop(self.rng.randrange(len(self.fencing)))
+            self.fenced.add(transfer)
+            self.begun = [(where, head) for where, head in self.begun if head.transfer != transfer]
+            self.obey(self.book.fenced(link, transfer, self.now))
+
+    def cancel(self) -> None:
+        if self.rng.random() < 0.3:
+            self.obey(
+                self.book.cancel(
+                    self.rng.randrange(self.numbers + 1), Reason.CANCELLED, "", self.now
+                )
+            )
+
+    def stop(self) -> None:
+        if self.invited and self.rng.random() < 0.3:
+            number = self.rng.choice(list(self.invited))
+            said = Stop(number, self.rng.choice(list(Reason)))
+            self.told(
+                lambda: self.book.stopped(self.invited[number], said, self.now),
+                self.invited[number],
+            )
+
+    def nonsense(self) -> None:
+        """Send messages of a foreign or unknown transfer, an unplanned window, or an unrequested
+        fence.
+        """
+        link = self.rng.choice([*self.links.values(), FakeLink()])
+        number = self.rng.randrange(self.numbers + 3)
+        if self.invited.get(number) is not link:
+            head = WindowHead(number, 0, 0, 0, 1, 8)
+            assert self.book.incoming(link, head) is None
+            assert self.book.landed(link, head, Verdict.OK, self.now) == []
+            assert self.book.fenced(link, number, self.now) == []
+            assert self.book.stopped(link, Stop(number, Reason.STALE), self.now) == []
+            assert self.book.accepted(link, Accept(number, b"", 1, 1), self.now) == []
+        else:
+            for head in (
+                WindowHead(number, 99, 0, 0, 1, 8),
+                WindowHead(number, 0, 0, 0, 1, 7),
+                WindowHead(number, 0, 9, 0, 1, 8),
+            ):
+                if self.moving(number):
+                    with pytest.raises(WindowError):
+                        self.book.incoming(link, head)
+                else:
+                    assert self.book.incoming(link, head) is None
+            if self.rng.random() < 0.2:
+                self.obey(self.book.misled(link, number, "no such window", self.now))
+
+    def moving(self, number: int) -> bool:
+        held = self.book._reservations.get(number)
+        return held is not None and held.state is SinkState.MOVING
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.0, 0.1, 2.0])
+        self.obey(self.book.tick(self.now))
+        due = self.book.due()
+        assert due is None or due > self.now
+
+    def lose(self) -> None:
+        known = [*self.links.values(), *self.left]
+        if known and self.rng.random() < 0.2:
+            self.drop(self.rng.choice(known))
+
+    def leave(self) -> None:
+        if self.links and self.rng.random() < 0.2:
+            link = self.links.pop(self.rng.choice(sorted(self.links)))
+            self.left.append(link)
+            self.book.leave(link)  # type: ignore[arg-type]
+
+    def told(self, tell, link: FakeLink) -> bool:  # type: ignore[no-untyped-def]
+        try:
+            self.obey(tell())
+        except ProtocolError:
+            if link in (*self.links.values(), *self.left):
+                self.drop(link)
+            return False
+        return True
+
+    def drop(self, link: FakeLink) -> None:
+        self.links = {address: known for address, known in self.links.items() if known is not link}
+        self.left = [known for known in self.left if known is not link]
+        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        self.obey(self.book.close(self.now))
+        while self.fencing:
+            self.fence()
+
+
+@pytest.fixture(autouse=True)
+def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute some plans without the lock, although they have few blocks here."""
+    monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.integers(0, 1 << 32), st.integers(1, 200))
+def test_every_landing_ends_once_behind_its_fence_under_any_events(seed: int, steps: int) -> None:
+    world = World(seed)
+    for _ in range(steps):
+        world.step()
+    world.finish()
+    assert set(world.resolved) == set(range(1, world.numbers + 1))
+    assert sum(world.book.held.values()) == 0
+    assert world.book.due() is None
+
+
+def test_a_plan_between_very_many_ranks_is_long_however_few_its_blocks() -> None:
+    link, many = FakeLink(), replace(LAYOUT, tp=512, pp=4)
+    book = SinkBook(many, [World(0).region], Options(), Tally())
+    book.fetch(1, Wish("a:1", "r", np.array([3]), 4, 0, 9.0), 0.0)
+    book.linked("a:1", link, LAYOUT, "p", 0.0)  # type: ignore[arg-type]
+    accept = Accept(1, pack_blocks([1]), 4, WINDOW, fingerprint_of(LAYOUT, many))
+    (long,) = book.accepted(link, accept, 0.1)  # type: ignore[arg-type]
+    assert isinstance(long, Reckon)
+    assert long.work()(0.2) == []
+    assert book.held["moving"] == 1
+
+
+def test_any_order_reaches_every_end() -> None:
+    ends: set[How] = set()
+    unwanted = 0
+    for seed in range(60):
+        world = World(seed)
+        for _ in range(300):
+            world.step()
+        ends |= set(world.resolved.values())
+        unwanted += len(world.unwanted)
+    assert ends == set(How)
+    assert unwanted

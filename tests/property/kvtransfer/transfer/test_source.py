@@ -1,0 +1,297 @@
+"""TransferSource under any events in any order: every offer ends once, and nothing is kept."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.messages import (
+    Accept,
+    Card,
+    Credit,
+    Invite,
+    Landed,
+    ProtocolError,
+    Stop,
+    pack_blocks,
+)
+from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.transfer.commands import Admit, Bump, Command, Drop, Put, Reckon, Resolve, Send
+from kvtransfer.transfer.send_queue import Ware
+from kvtransfer.transfer.source import SourceBook
+from kvtransfer.transfer.stats import Tally
+from kvtransfer.util.options import Options
+
+LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
+OTHER = msgspec.structs.replace(LAYOUT, layers=5)
+BLOCKS, BUDGET = 16, 600
+SOURCE = Card("p", b"p" * 16, LAYOUT)
+
+
+class FakeLink:
+    """The part of a link that the source uses."""
+
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
+
+
+class World:
+    """A source, its events, and its commands."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now = 100.0
+        size = LAYOUT.rank_block_bytes(0)
+        self.region = Region.over(bytearray(BLOCKS * size), size, name="p")
+        self.book = SourceBook(
+            SOURCE, [self.region], b"k" * 32, Options(patience_s=5, most_waiting=3), Tally()
+        )
+        self.links: list[FakeLink] = []
+        self.numbers = 0
+        self.blocks: dict[int, list[int]] = {}
+        self.tickets = ["forged"]
+        self.resolved: dict[int, How] = {}
+        self.put: dict[tuple[object, int], int] = {}
+        self.transfers: dict[FakeLink, int] = {}
+        self.over: set[tuple[object, int]] = set()
+        self.accepted: dict[tuple[object, int], int] = {}
+        self.shown: dict[tuple[object, int], bool] = {}
+        self.reckoning: list[Reckon] = []
+
+    def step(self) -> None:
+        steps = [
+            self.link,
+            self.offer,
+            self.revoke,
+            self.renew,
+            self.wait,
+            self.lose,
+            self.decline,
+            self.land,
+        ]
+        steps += [self.invite, self.ready, self.credit, self.land] * 2 + [self.message, self.reckon]
+        self.rng.choice(steps)()
+        assert self.taken_is_bounded()
+
+    def obey(self, commands: list[Command]) -> None:
+        for before, command in zip([None, *commands], commands, strict=False):
+            match command:
+                case Resolve(number, end):
+                    assert isinstance(before, Bump)
+                    assert number not in self.resolved
+                    self.resolved[number] = end.how
+                    assert isinstance(end.reason, Reason)
+                case Put(link, head, window):
+                    assert (link, head.transfer) not in self.over
+                    assert window.current is not None
+                    assert window.current()
+                    self.put[link, head.transfer] = (
+                        self.put.get((link, head.transfer), 0) + head.n_bytes
+                    )
+                case Bump(blocks):
+                    before_bump = self.region.generations_of(blocks)
+                    self.region.bump(blocks)
+                    assert (self.region.generations_of(blocks) == before_bump + 1).all()
+                case Drop(link, transfer):
+                    self.over.add((link, transfer))
+                case Send(link, Accept(transfer)):
+                    assert (link, transfer) not in self.accepted
+                    outlet = self.book._outlets[link]
+                    ware = outlet.claimed[transfer].ware
+                    assert ware.sink in (None, outlet.card.agent)
+                    assert self.shown.get((link, transfer)) or ware.sink or ware.public
+                    self.accepted[link, transfer] = transfer
+                case Send(_, Stop(_, reason)):
+                    assert reason is not Reason.LANDED
+                case Reckon():
+                    self.reckoning.append(command)
+                case Admit():
+                    pass
+
+    def reckon(self) -> None:
+        """Finish a deferred plan. Other links may have sent messages since."""
+        while self.reckoning:
+            self.obey(self.reckoning.pop(0).work()(self.now))
+
+    def told(self, tell, link: FakeLink) -> None:  # type: ignore[no-untyped-def]
+        """Handle a message as the agent does: an invalid one ends the link."""
+        try:
+            self.obey(tell() or [])
+        except ProtocolError:
+            self.drop(link)
+
+    def link(self) -> None:
+        if len(self.links) < 3:
+            self.links.append(FakeLink())
+            layout = OTHER if self.rng.random() < 0.1 else LAYOUT
+            self.book.linked(
+                self.links[-1], Card(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET
+            )
+
+    def offer(self) -> None:
+        self.numbers += 1
+        blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
+        tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
+        name, sink = f"r{self.rng.randrange(4)}", self.rng.choice([None, None, "d0"])
+        ware = Ware(name, np.array(blocks), tokens, self.rng.choice([0.5, 30.0]), self.rng.choice([0, 4]),
+                    self.rng.randbytes(16), sink, self.rng.random() < 0.7)  # fmt: skip
+        try:
+            ticket, commands = self.book.offer(self.numbers, ware, self.now)
+        except ValueError:
+            self.resolved[self.numbers] = How.FAILED
+            return
+        self.blocks[self.numbers] = blocks
+        self.tickets.append(ticket)
+        self.obey(commands)
+
+    def invite(self) -> None:
+        if not self.links:
+            return
+        rng, link = self.rng, self.rng.choice(self.links)
+        tokens = rng.randrange(1, 21)
+        skip = rng.randrange(tokens) if rng.random() < 0.9 else tokens
+        blocks = rng.sample(range(BLOCKS), rng.randrange(1, 7))
+        ticket = rng.choice(self.tickets) if rng.random() < 0.4 else None
+        asked = Invite(
+            transfer=self.next_transfer(link),
+            name=f"r{rng.randrange(4)}",
+            blocks=pack_blocks(blocks),
+            tokens=tokens,
+            skip_tokens=skip,
+            wait_s=rng.choice([0.0, 9.0]),
+            slack_s=rng.random(),
+            klass=rng.randrange(3),
+            window_bytes=rng.choice([1, 100, 1 << 20]),
+            ticket=ticket,
+        )
+        self.shown[link, asked.transfer] = ticket is not None
+        self.told(lambda: self.book.invited(link, asked, self.now), link)
+
+    def next_transfer(self, link: FakeLink) -> int:
+        """Return a transfer number, seldom an old one."""
+        last = self.transfers.get(link, 0)
+        self.transfers[link] = last + 1
+        return last + 1 if self.rng.random() < 0.97 else last
+
+    def message(self) -> None:
+        if self.links:
+            link = self.rng.choice(self.links)
+            transfer = self.rng.randrange(self.transfers.get(link, 0) + 2)
+            stop = Stop(transfer, self.rng.choice(list(Reason)))
+            said = self.rng.choice([
+                lambda: self.book.stopped(link, stop, self.now),
+                lambda: self.book.beaten(link, self.now),
+                lambda: self.book.beaten(link, self.now),
+                lambda: self.book.landed(link, Landed(transfer, self.rng.randrange(1000)), self.now),
+            ])  # fmt: skip
+            self.told(said, link)
+
+    def credit(self) -> None:
+        if self.put and self.links:
+            (link, transfer), n_bytes = self.rng.choice(list(self.put.items()))
+            if link in self.links and isinstance(link, FakeLink):
+                given = Credit(
+                    transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000])
+                )
+                self.told(lambda: self.book.credited(link, given, self.now), link)
+
+    def land(self) -> None:
+        for (link, transfer), n_bytes in list(self.put.items()):
+            if link in self.links and isinstance(link, FakeLink) and self.rng.random() < 0.5:
+                self.told(
+                    lambda link=link, t=transfer, n=n_bytes: self.book.landed(
+                        link, Landed(t, n), self.now
+                    ),
+                    link,
+                )  # type: ignore[misc]
+                return
+
+    def ready(self) -> None:
+        self.obey(
+            self.book.ready(self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now)
+        )
+
+    def revoke(self) -> None:
+        self.obey(
+            self.book.revoke(self.rng.randrange(self.numbers + 1), Reason.REVOKED, "", self.now)
+        )
+
+    def renew(self) -> None:
+        ticket = self.book.renew(self.rng.randrange(self.numbers + 1), 10.0, self.now)
+        if ticket is not None:
+            self.tickets.append(ticket)
+
+    def decline(self) -> None:
+        self.obey(self.book.decline(f"r{self.rng.randrange(4)}", "prefill failed", self.now))
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.0, 0.1, 1.0, 6.0])
+        self.obey(self.book.tick(self.now))
+        due = self.book.due()
+        assert due is None or due > self.now
+
+    def lose(self) -> None:
+        if self.links and self.rng.random() < 0.3:
+            self.drop(self.rng.choice(self.links))
+
+    def drop(self, link: FakeLink) -> None:
+        self.links.remove(link)
+        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))
+
+    def taken_is_bounded(self) -> bool:
+        """Assert the limit: a window may exceed its size by one run, as long as a request."""
+        return self.book.credits_taken() <= (BUDGET + 6 * self.region.block_bytes) * len(self.links)
+
+
+@pytest.fixture(autouse=True)
+def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute some plans without the lock, although they have few blocks here."""
+    monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.integers(0, 1 << 32), st.integers(1, 120))
+def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, steps: int) -> None:
+    world = World(seed)
+    for _ in range(steps):
+        world.step()
+    world.obey(world.book.close(world.now))
+    world.reckon()
+    for link in list(world.links):
+        world.drop(link)
+    assert set(world.resolved) == set(range(1, world.numbers + 1))
+    assert sum(world.book.held.values()) == 0
+    assert world.book.credits_taken() == 0
+    assert not world.book._offer_counts.any()
+
+
+def test_any_order_reaches_every_end() -> None:
+    """Shows that the property above is not vacuous."""
+    ends: set[How] = set()
+    for seed in range(60):
+        world = World(seed)
+        for _ in range(200):
+            world.step()
+        ends |= set(world.resolved.values())
+    assert ends == set(How)
+
+
+def test_landed_is_believed_only_of_what_was_sent() -> None:
+    world = World(1)
+    world.links.append(FakeLink())
+    world.book.linked(world.links[0], Card("d0", b"d" * 16, LAYOUT), 1 << 20)
+    world.book.offer(1, Ware("r", np.array([0, 1]), 8, 30.0, 2, bytes(16), public=True), world.now)
+    asked = Invite(1, "r", pack_blocks([3, 4]), 8, 0, 5.0, 5.0, 0, 1 << 20)
+    world.obey(world.book.invited(world.links[0], asked, world.now))
+    whole = 8 * LAYOUT.bytes_per_token
+    with pytest.raises(ProtocolError):
+        world.book.landed(world.links[0], Landed(1, whole), world.now)

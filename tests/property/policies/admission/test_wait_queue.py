@@ -1,0 +1,257 @@
+"""The wait queue: invariants after any history of arrivals, departures, cancellations and time."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from policies.admission.admission import Admit, Cap, Outcome, Shed, Verdict, Wait, WaitingRoom
+from policies.admission.fairness import Counters, FairShares
+from policies.admission.wait_queue import Room
+from policies.model import Ask, Request, Slo
+from tests.unit.policies.builders import candidate
+
+LIMITS = WaitingRoom(size=5, timeout_s=8.0, starvation_s=4.0)
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "arrive", "leave", "cancel", "wait", "flap"]),
+        st.integers(0, 5),
+        st.floats(0.0, 3.0),
+    ),
+    max_size=80,
+)
+
+
+def question(number: int, tenant: str, now: float, **fields: object) -> Ask:
+    request = Request(f"r{number}", "model", tenant, 1000, 100, arrived_s=now, **fields)  # type: ignore[arg-type]
+    return Ask(request, now, Random(0))
+
+
+class History:
+    """A wait queue and an independent observer of its events."""
+
+    def __init__(self, caps: tuple[int, ...]) -> None:
+        self.candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
+        self.room: Room[int] = Room(Cap(), LIMITS, FairShares({"b": 2.0}))
+        self.room.refresh(self.candidates)
+        self.now = 0.0
+        self.asked: dict[int, Ask] = {}
+        self.waits: dict[int, float] = {}
+        self.inside: dict[int, None] = {}
+        self.refused: set[int] = set()
+
+    def arrive(self, number: int, tenant: str, deadline_s: float | None, priority: int) -> None:
+        ask = self.asked[number] = question(
+            number, tenant, self.now, deadline_s=deadline_s, priority=priority
+        )
+        self.heard(number, self.room.arrive(ask, self.candidates, number))
+        self.settle()
+
+    def heard(self, number: int, verdict: Verdict) -> None:
+        if isinstance(verdict, Wait):
+            assert number not in self.waits
+            self.waits[number] = self.now + verdict.timeout_s
+            return
+        self.waits.pop(number, None)
+        if isinstance(verdict, Admit):
+            self.inside[number] = None
+        else:
+            assert verdict.detail
+            assert verdict.retry_after_s is None or verdict.retry_after_s > 0
+            self.refused.add(number)
+
+    def settle(self) -> None:
+        for number, verdict in self.room.settle(self.now):
+            assert number in self.waits
+            self.heard(number, verdict)
+
+    def leave(self) -> None:
+        number = next(iter(self.inside))
+        del self.inside[number]
+        self.room.leave(self.asked[number].request, Outcome(self.now, output_tokens=90))
+        self.settle()
+
+    def check(self) -> None:
+        room = self.room
+        assert room.in_flight == len(self.inside)
+        assert room.waiting == len(self.waits) <= LIMITS.size
+        assert all(due > self.now for due in self.waits.values()), "somebody waits past its time"
+        if self.waits:
+            due = room.next_due()
+            assert due is not None
+            assert abs(due - min(self.waits.values())) < 1e-6
+            assert room.busy >= room.capacity, "somebody waits beside a free place"
+
+
+@settings(max_examples=150, deadline=None)
+@given(events)
+def test_every_waiting_request_gets_a_verdict_in_time(
+    history: list[tuple[str, int, float]],
+) -> None:
+    seen = History((1, 2))
+    for number, (what, which, seconds) in enumerate(history):
+        seen.now += seconds / 4
+        seen.settle()
+        if what == "arrive":
+            seen.arrive(
+                number, "ab"[which % 2], seen.now + seconds if which > 3 else None, which % 3
+            )
+        elif what == "leave" and seen.inside:
+            seen.leave()
+        elif what == "cancel" and seen.waits:
+            number = sorted(seen.waits)[which % len(seen.waits)]
+            assert seen.room.cancel(number)
+            assert not seen.room.cancel(number)
+            del seen.waits[number]
+        elif what == "wait":
+            seen.now += seconds * 2
+        elif what == "flap":
+            seen.candidates[1].load.available = not seen.candidates[1].load.available
+            seen.room.refresh(seen.candidates)
+        seen.settle()
+        seen.check()
+    while seen.waits or seen.inside:
+        seen.now += 1.0
+        seen.settle()
+        if seen.inside:
+            seen.leave()
+        seen.check()
+    room = seen.room
+    assert len(room._due) + len(room._fifo) + len(room._ranks) <= 64 + 8  # type: ignore[operator]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.floats(0.5, 9.0)), min_size=2, max_size=12),
+    st.integers(0, 20),
+)
+def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
+    people: list[tuple[int, float]], unused: int
+) -> None:
+    room: Room[int] = Room(Cap(), WaitingRoom(size=50))
+    one = [candidate(0, 1)]
+    room.refresh(one)
+    room.arrive(question(99, "t", 0.0), one, 99)
+    for number, (priority, ttft_s) in enumerate(people):
+        room.arrive(
+            question(number, "t", 0.0, priority=priority, slo=Slo(ttft_s=ttft_s)), one, number
+        )
+    order = []
+    last = 99
+    while room.waiting:
+        room.leave(question(last, "t", 0.0).request, Outcome(0.0, output_tokens=100))
+        [(last, verdict)] = room.settle(0.0)
+        assert isinstance(verdict, Admit)
+        order.append(last)
+    assert order == sorted(
+        order, key=lambda number: (-people[number][0], people[number][1], number)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 2000), min_size=40, max_size=120), st.sampled_from([0.5, 1.0, 3.0]))
+def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weight: float) -> None:
+    """The bound of start-time fair queueing: the normalised difference never exceeds one request of
+    each.
+    """
+    room: Room[int] = Room(
+        Cap(), WaitingRoom(size=10, timeout_s=1e9, starvation_s=1e9), FairShares({"b": weight})
+    )
+    one = [candidate(0, 1)]
+    room.refresh(one)
+    rng = Random(len(sizes))
+    asked: dict[int, Ask] = {}
+    got = {"a": 0.0, "b": 0.0}
+
+    def arrive(number: int, tenant: str) -> Verdict:
+        ask = question(number, tenant, 0.0)
+        size = sizes[rng.randrange(len(sizes))]
+        asked[number] = replace(
+            ask, request=replace(ask.request, prompt_tokens=size, output_tokens=0)
+        )
+        return room.arrive(asked[number], one, number)
+
+    assert isinstance(arrive(0, "a"), Admit)
+    for number, tenant in enumerate("aabb", 1):
+        arrive(number, tenant)
+    last = 0
+    for number in range(5, 5 + len(sizes)):
+        room.leave(asked[last].request, Outcome(0.0))
+        [(last, _)] = room.settle(0.0)
+        request = asked[last].request
+        got[request.tenant] += request.prompt_tokens
+        assert abs(got["a"] - got["b"] / weight) <= 2000 + 2000 / weight
+        arrive(number, request.tenant)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(5, 30))
+def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> None:
+    """A tenant with a huge debt against one that always has cheap requests waiting."""
+    room: Room[int] = Room(Cap(), WaitingRoom(size=200, timeout_s=1e9, starvation_s=10.0))
+    one = [candidate(0, 1)]
+    room.refresh(one)
+    room.arrive(question(0, "cheap", 0.0), one, 0)
+    room._counters.contended()
+    room._counters.charge("dear", 1e12)
+    for number in range(1, before + 1):
+        room.arrive(question(number, "dear", 0.0), one, number)
+    now, last, releases = 0.0, 0, 0
+    number = 1000
+    for _ in range(crowd):
+        number += 1
+        room.arrive(question(number, "cheap", now), one, number)
+    while any(ticket <= before for ticket in room._tickets):
+        now += 1.0
+        number += 1
+        room.arrive(question(number, "cheap", now), one, number)
+        room.leave(question(last, "cheap", now).request, Outcome(now, output_tokens=100))
+        [(last, _)] = room.settle(now)
+        releases += now > 10.0
+        assert releases <= 4 * before + 4
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.floats(0.1, 1e6), st.floats(0, 30)), max_size=60
+    )
+)
+def test_idleness_saves_nothing_up_and_memory_is_bounded(
+    uses: list[tuple[str, float, float]],
+) -> None:
+    counters, now = Counters(FairShares(remembered=4)), 0.0
+    floor = 0.0
+    for tenant, tokens, pause_s in uses:
+        counters.contended()
+        before = counters.of(tenant)
+        assert before >= floor
+        counters.served(before)
+        assert counters.charge(tenant, tokens) >= before
+        assert counters.of("newcomer") == counters.floor >= floor
+        floor = counters.floor
+        assert len(counters) <= 4
+        counters.fade(now)
+        now += pause_s
+        counters.fade(now)
+    counters.fade(now)
+    counters.fade(now + 1e4)
+    assert not len(counters)
+
+
+def test_the_largest_crowd_makes_room_for_another_tenant_when_the_room_is_full() -> None:
+    room: Room[int] = Room(Cap(), WaitingRoom(size=4))
+    one = [candidate(0, 1)]
+    room.refresh(one)
+    room.arrive(question(0, "loud", 0.0), one, 0)
+    for number in range(1, 5):
+        assert isinstance(room.arrive(question(number, "loud", float(number)), one, number), Wait)
+    assert isinstance(room.arrive(question(5, "quiet", 5.0), one, 5), Wait)
+    [(ticket, verdict)] = room.settle(5.0)
+    assert ticket == 4
+    assert isinstance(verdict, Shed)
+    assert verdict.reason == "waiting_room_full"
+    assert isinstance(room.arrive(question(6, "loud", 5.0), one, 6), Shed)
+    assert room.waiting == 4

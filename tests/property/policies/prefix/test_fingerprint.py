@@ -1,0 +1,90 @@
+"""Invariants of a fingerprint, over arbitrary prompts."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.prefix.block_hash import Arithmetic, Numbers, WholeArrays, WordByWord
+from policies.prefix.fingerprint import Fingerprinter
+from policies.prefix.sampled_keys import LENGTHS, rungs
+
+BLOCK = 16
+PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
+
+prompts = st.binary(max_size=40 * BLOCK)
+words = st.integers(0, 2**64 - 1)
+
+
+def numbers(count: int) -> st.SearchStrategy[Numbers]:
+    """Draw this many secret numbers."""
+    return st.lists(words, min_size=count, max_size=count).map(
+        lambda found: np.array(found, np.uint64)
+    )
+
+
+@given(st.binary(max_size=20 * BLOCK), prompts, prompts)
+def test_keys_are_equal_exactly_as_far_as_the_prompts_are(
+    shared: bytes, one: bytes, other: bytes
+) -> None:
+    a, b = shared + one, shared + other
+    keys_a, keys_b = PRINTS.of(b"s", a).keys.tolist(), PRINTS.of(b"s", b).keys.tolist()
+    for block, (key_a, key_b) in enumerate(zip(keys_a, keys_b, strict=False)):
+        end = (block + 1) * BLOCK
+        assert (key_a == key_b) == (a[:end] == b[:end])
+
+
+@given(prompts)
+def test_only_whole_blocks_have_keys_and_all_keys_differ(prompt: bytes) -> None:
+    fingerprint = PRINTS.of(b"s", prompt)
+    assert len(fingerprint.keys) == len(prompt) // BLOCK
+    assert len(set(fingerprint.keys.tolist())) == len(fingerprint.keys)
+    assert fingerprint.n_bytes == len(prompt)
+
+
+@given(prompts, st.lists(st.integers(0, 40 * BLOCK), max_size=5))
+def test_how_a_prompt_is_cut_into_parts_does_not_matter(prompt: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(prompt)) for cut in cuts), len(prompt)]
+    parts = [memoryview(prompt)[a:b] for a, b in pairwise(edges)]
+    assert PRINTS.of(b"s", *parts).keys.tolist() == PRINTS.of(b"s", prompt).keys.tolist()
+
+
+@given(prompts, st.binary(max_size=20), st.binary(max_size=20))
+def test_different_salts_share_no_key(prompt: bytes, salt: bytes, other: bytes) -> None:
+    keys, others = PRINTS.of(salt, prompt).keys.tolist(), PRINTS.of(other, prompt).keys.tolist()
+    assert keys == others if salt == other else not set(keys) & set(others)
+
+
+@given(prompts)
+def test_different_secrets_share_no_key(prompt: bytes) -> None:
+    stranger = Fingerprinter(b"fedcba9876543210", block_bytes=BLOCK)
+    assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(
+        stranger.of(b"s", prompt).keys.tolist()
+    )
+
+
+@given(
+    numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK)
+)
+def test_word_by_word_gives_the_keys_that_whole_arrays_give(
+    word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes
+) -> None:
+    def keys(arithmetic: type[Arithmetic]) -> list[int]:
+        return (
+            arithmetic(word_keys, places, fold, mix)
+            .chained(seed, memoryview(data), len(data) // BLOCK)
+            .tolist()
+        )
+
+    assert keys(WordByWord) == keys(WholeArrays)
+
+
+@given(st.integers(0, 1000))
+def test_an_index_has_entries_for_less_and_less_of_a_longer_chain(blocks: int) -> None:
+    found = rungs(array("Q", range(1, blocks + 1))).tolist()
+    assert found == [length for length in LENGTHS if length <= blocks]
+    assert all(longer - length <= 1 + length // 32 for length, longer in pairwise(found))

@@ -1,0 +1,139 @@
+"""The prefix index against a naive model that stores every prefix of every prompt."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.prefix_index import BLOCK_COST_BYTES, PrefixIndex
+
+BLOCK = 8
+PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
+SLOTS = 5
+
+prompts = st.lists(st.sampled_from([b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]), max_size=12).map(
+    b"".join
+)
+tails = st.integers(0, 7).map(bytes)
+slots = st.integers(0, SLOTS - 1)
+
+
+class Unbounded(RuleBasedStateMachine):
+    """Without capacities and far below the cap nothing expires by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(1 << 20)
+        self.naive: list[set[bytes]] = [set() for _ in range(SLOTS)]
+        self.asked: tuple[Fingerprint, bytes] | None = None
+
+    def depth(self, slot: int, prompt: bytes) -> int:
+        blocks = 0
+        while prompt[: (blocks + 1) * BLOCK] in self.naive[slot] and (blocks + 1) * BLOCK <= len(
+            prompt
+        ):
+            blocks += 1
+        return blocks
+
+    @rule(slot=slots, prompt=prompts, tail=tails)
+    def insert(self, slot: int, prompt: bytes, tail: bytes) -> None:
+        self.index.insert(PRINTS.of(b"s", prompt + tail), slot, len(prompt + tail))
+        self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+
+    @rule(slot=slots)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+        self.naive[slot].clear()
+
+    @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
+    def trim(self, slot: int, prompt: bytes, kept: int) -> None:
+        """Everything that continues the kept part is cut as well: a set of prefixes can hold no
+        broken chain.
+        """
+        cut = prompt[: (kept + 1) * BLOCK]
+        if len(cut) > kept * BLOCK:
+            for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
+                self.index.trim(PRINTS.of(b"s", gone), slot, kept * BLOCK, len(gone))
+                self.naive[slot].remove(gone)
+
+    @rule(prompt=prompts, tail=tails)
+    def match(self, prompt: bytes, tail: bytes) -> None:
+        fingerprint = PRINTS.of(b"s", prompt + tail)
+        believed = self.index.match(fingerprint, len(prompt + tail))
+        expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
+        assert believed + [0] * (SLOTS - len(believed)) == expected
+        self.asked = fingerprint, prompt
+
+    @precondition(lambda self: self.asked is not None)
+    @rule(slot=slots)
+    def give_what_was_asked(self, slot: int) -> None:
+        """At once, as the line does, or after others have come and gone."""
+        assert self.asked is not None
+        fingerprint, prompt = self.asked
+        self.index.insert(fingerprint, slot, fingerprint.n_bytes)
+        self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+
+
+class Bounded(RuleBasedStateMachine):
+    """With a tiny cap and capacities the bounds hold after every step."""
+
+    cap = 64 * BLOCK_COST_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(self.cap)
+        self.capacity: dict[int, int] = {}
+
+    @rule(slot=slots, tokens=st.integers(1, 200))
+    def set_capacity(self, slot: int, tokens: int) -> None:
+        self.index.set_capacity(slot, tokens)
+        self.capacity[slot] = tokens
+
+    @rule(slot=slots, prompt=prompts, blocks=st.integers(0, 90))
+    def insert(self, slot: int, prompt: bytes, blocks: int) -> None:
+        self.index.insert(self.long(prompt, blocks), slot, len(prompt) + blocks * BLOCK)
+
+    @rule(prompt=prompts, blocks=st.integers(0, 90))
+    def match(self, prompt: bytes, blocks: int) -> None:
+        tokens = len(prompt) + blocks * BLOCK
+        assert all(
+            0 <= believed <= tokens
+            for believed in self.index.match(self.long(prompt, blocks), tokens)
+        )
+
+    @rule(slot=slots, believed=st.floats(0, 1), cached=st.floats(0, 1))
+    def confirm(self, slot: int, believed: float, cached: float) -> None:
+        self.index.confirm(slot, believed, cached)
+
+    @rule(slot=slots, prompt=prompts, kept=st.integers(0, 100))
+    def trim(self, slot: int, prompt: bytes, kept: int) -> None:
+        self.index.trim(PRINTS.of(b"s", prompt), slot, kept, len(prompt))
+
+    @precondition(lambda self: self.capacity)
+    @rule(slot=slots)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        stats = self.index.stats()
+        assert stats.bytes <= self.cap
+        assert 0 <= stats.blocks == sum(map(len, self.index._shards)) <= 64
+        for slot, held in enumerate(stats.held_tokens):
+            assert held >= 0
+            if slot in self.capacity:
+                # One generation is always alive: a prompt larger than the engine matches until the
+                # next one comes.
+                assert held <= max(self.capacity[slot], 102 * BLOCK)
+
+    @staticmethod
+    def long(prompt: bytes, blocks: int) -> Fingerprint:
+        return PRINTS.of(b"s", prompt + b"z" * (blocks * BLOCK))
+
+
+TestUnbounded = Unbounded.TestCase
+TestUnbounded.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBounded = Bounded.TestCase
+TestBounded.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

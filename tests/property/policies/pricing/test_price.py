@@ -1,0 +1,143 @@
+"""For any numbers of an endpoint: more waiting is never cheaper, a longer cached prefix never more
+expensive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, isfinite
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.contract import DECODE, WHOLE, Part
+from policies.load import EndpointLoad
+from policies.model import Ask, Candidate, Endpoint, Request, Slo
+from policies.pricing.price import Priced, Prices
+
+share = st.floats(0.0, 1.0)
+tokens = st.integers(0, 200_000)
+slos = st.builds(Slo, st.just("any"), st.floats(0.05, 60.0), st.floats(0.005, 2.0))
+requests = st.builds(
+    Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos
+)
+parts = st.sampled_from((WHOLE, DECODE, Part(decodes=0.0), Part(decodes=0.0, transfer_s=1.0)))
+weight = st.floats(0.0, 9.0)
+prices = st.builds(
+    Prices,
+    st.builds(
+        Priced,
+        st.floats(1.0, 3.0),
+        st.floats(0.0, 3.0),
+        weight,
+        st.floats(1.0, 9.0),
+        *[weight] * 5,
+        st.floats(1.0, 4.0),
+    ),
+)
+
+
+WORSE: dict[str, st.SearchStrategy[float]] = {
+    "ready_at": st.floats(0.0, 100.0),
+    "kv_booked": st.integers(0, 10**6),
+    "kv_free": st.integers(-(10**6), 0),
+    "regret": share,
+}
+"""What may be added to a number of an endpoint's without making it cheaper."""
+
+
+@st.composite
+def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
+    load = EndpointLoad(slot)
+    load.ready_at, load.fixed_s = draw(st.floats(0.0, 200.0)), draw(share)
+    load.token_s, load.pair_s = draw(st.floats(0.0, 1e-3)), draw(st.floats(0.0, 1e-7))
+    load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
+    load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
+    load.kv_tokens, load.kv_booked = (
+        draw(st.one_of(st.none(), st.floats(1e3, 1e7))),
+        draw(st.integers(0, 10**6)),
+    )
+    load.answers = draw(st.integers(0, 200))
+    load.expected_tokens = load.answers * draw(st.integers(0, 4000))
+    load.kv_free, load.kv_s = (
+        draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))),
+        draw(st.floats(0.0, 1e-3)),
+    )
+    load.strangers, load.waiting = (
+        draw(st.integers(0, 9)),
+        draw(st.one_of(st.none(), st.integers(0, 9))),
+    )
+    load.scraped_at, load.kv_usage = (
+        draw(st.sampled_from((None, 60.0, 99.0))),
+        draw(st.one_of(st.none(), share)),
+    )
+    return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
+
+
+def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -> float:
+    (found,) = by.prices(Ask(request, 100.0, Random(1), [held]), [one], part)
+    return found
+
+
+def never_cheaper(
+    by: Prices,
+    request: Request,
+    one: Candidate,
+    held: float,
+    part: Part,
+    worsen: Callable[[EndpointLoad], None],
+) -> None:
+    cached = int(held * request.prompt_tokens)
+    before = price(by, request, one, cached, part)
+    worsen(one.load)
+    assert price(by, request, one, cached, part) >= before - 1e-9 * abs(before)
+
+
+@pytest.mark.parametrize("number", WORSE)
+@given(prices, requests, candidates(), share, parts, st.data())
+def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheaper(
+    number: str,
+    by: Prices,
+    request: Request,
+    one: Candidate,
+    held: float,
+    part: Part,
+    data: st.DataObject,
+) -> None:
+    def worsen(load: EndpointLoad) -> None:
+        setattr(load, number, getattr(load, number) + data.draw(WORSE[number]))
+
+    never_cheaper(by, request, one, held, part, worsen)
+
+
+@given(prices, requests, candidates(), share, share, parts)
+def test_more_of_the_prompt_cached_is_never_dearer(
+    by: Prices, request: Request, one: Candidate, some: float, more: float, part: Part
+) -> None:
+    low, high = sorted(int(each * request.prompt_tokens) for each in (some, more))
+    dear = price(by, request, one, low, part)
+    assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
+
+
+@given(prices, requests, candidates(), share, parts, st.integers(1, 200))
+def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part, times: int
+) -> None:
+    def worsen(load: EndpointLoad) -> None:
+        load.answers *= times
+        load.expected_tokens *= times
+
+    never_cheaper(by, request, one, held, part, worsen)
+
+
+@given(prices, requests, candidates(), share, parts)
+def test_a_price_is_a_finite_number_not_below_zero_and_the_sum_of_its_parts(
+    by: Prices, request: Request, one: Candidate, held: float, part: Part
+) -> None:
+    question = Ask(request, 100.0, Random(1), [int(held * request.prompt_tokens)])
+    (found,) = by.prices(question, [one], part)
+    assert isfinite(found)
+    assert found >= 0.0
+    assert found == pytest.approx(by.explain(question, [one], 0, part).total, rel=1e-6, abs=1e-12)

@@ -1,0 +1,15 @@
+"""A metric sample without any activity, except for the given fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from gateway.admin.metric_samples import Mark
+
+_NOTHING = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
+
+
+def mark(**fields: Any) -> Mark:
+    return replace(_NOTHING, **fields)

@@ -1,0 +1,129 @@
+"""GET /requests: the most recently finished requests, without anything that clients wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.admin.recent_requests import MAX_LIMIT, Query, read_query, recent, together
+from gateway.exchange import Exchange
+from gateway.protocol.openai import Api
+from gateway.protocol.stream_scan import Usage
+from gateway.telemetry.explain import Explained
+from tests.chaos.house import House, house
+
+
+def ended(number: int, outcome: str = "served", kept: str = "met") -> Exchange:
+    x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", float(number))
+    x.status, x.outcome, x.kept, x.model = 200, outcome, kept, "demo"
+    return x
+
+
+def ring(*exchanges: Exchange, size: int = 512) -> Explained:
+    explained = Explained(size)
+    for x in exchanges:
+        explained.keep(x, Usage(), 0, x.accepted_at + 0.25)
+    return explained
+
+
+def ids(page: dict[str, Any]) -> list[str]:
+    return [row["id"] for row in page["requests"]]
+
+
+def test_rows_are_newest_first_and_limited() -> None:
+    explained = ring(*(ended(number) for number in range(9)), size=5)
+    assert ids(recent(explained, Query(3))) == ["req_8", "req_7", "req_6"]
+    assert ids(recent(explained, Query())) == ["req_8", "req_7", "req_6", "req_5", "req_4"]
+    assert recent(explained, Query())["size"] == 5
+    assert recent(ring(ended(1), size=0), Query()) == {"size": 0, "requests": []}
+
+
+def test_problems_are_failures_rejections_and_missed_slos() -> None:
+    explained = ring(
+        *(
+            ended(1),
+            ended(2, "refused", "shed"),
+            ended(3, "interrupted", "failed"),
+            ended(4, kept="ttft_missed"),
+        ),
+        *(ended(5, kept=""), ended(6, "client_gone", "")),
+    )
+    assert ids(recent(explained, Query(problems=True))) == ["req_6", "req_4", "req_3", "req_2"]
+    assert [row["problem"] for row in recent(explained, Query())["requests"]] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_output_tokens_of_a_stream_without_usage_are_estimated_from_events() -> None:
+    explained = Explained(2)
+    explained.keep(ended(1), Usage(), 12, 1.0)
+    explained.keep(ended(2), Usage(30, 7, 20), 12, 1.0)
+    exact, estimated = recent(explained, Query())["requests"]
+    assert (exact["prompt_tokens"], exact["cached_tokens"], exact["output_tokens"]) == (30, 20, 7)
+    assert (estimated["prompt_tokens"], estimated["cached_tokens"], estimated["output_tokens"]) == (
+        None,
+        None,
+        10,
+    )
+
+
+def test_rows_of_workers_are_merged_by_end_time() -> None:
+    pages = [recent(ring(ended(1), ended(4)), Query()), recent(ring(ended(2), ended(3)), Query())]
+    both = together(pages, Query(3))
+    assert (both["size"], ids(both)) == (1024, ["req_4", "req_3", "req_2"])
+
+
+@pytest.mark.parametrize(
+    "limit", ["0", str(MAX_LIMIT + 1), "-1", "ten", "", "1e2", "²", "99999999999"]
+)
+def test_a_limit_out_of_range_is_an_error(limit: str) -> None:
+    with pytest.raises(ValueError, match="from 1 to 200"):
+        read_query({"limit": limit})
+
+
+def test_the_path_of_a_query_parses_to_the_same_query() -> None:
+    query = read_query({"limit": "7", "problems": "1"})
+    assert (query, query.path) == (Query(7, True), "/requests?limit=7&problems=1")
+    with pytest.raises(ValueError, match="0 or 1"):
+        read_query({"problems": "yes"})
+
+
+async def listed(home: House, query: str = "") -> tuple[int, Any]:
+    async with home.http.get(f"{home.app.admin_url}/requests{query}") as answer:
+        return answer.status, json.loads(await answer.text())
+
+
+async def test_rows_contain_numbers_and_no_request_text() -> None:
+    async with house(1) as home:
+        served = await home.ask(prompt="what only the client knows", tokens=6)
+        home.groups[0].faults.set("5xx")
+        await home.ask(prompt="what only the client knows")
+        status, page = await listed(home)
+        assert (status, len(page["requests"])) == (200, 2)
+        assert "only the client" not in json.dumps(page)
+        failed, row = page["requests"]
+        assert row["id"] == next(
+            value for name, value in served.headers.items() if name.lower() == "x-request-id"
+        )
+        assert row["endpoint"] == home.app.gateway.endpoints.all()[0].endpoint.name
+        assert (row["model"], row["status"], row["outcome"], row["slo_outcome"]) == (
+            "demo-8b",
+            200,
+            "served",
+            "met",
+        )
+        assert row["output_tokens"] == 6
+        assert 0 <= row["ttft_s"] <= row["took_s"]
+        assert (failed["problem"], failed["outcome"]) == (True, "refused")
+        assert failed["at"] >= row["at"]
+        assert ids((await listed(home, "?problems=1"))[1]) == [failed["id"]]
+        assert (await listed(home, "?limit=0"))[0] == 400
+        async with home.http.get(f"{home.app.admin_url}/explain/{row['id']}") as answer:
+            assert (await answer.json())["id"] == row["id"]

@@ -1,0 +1,359 @@
+"""Valid configuration files: defaults, units, references, secrets, and the JSON schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from gateway.config import (
+    Config,
+    ConfigError,
+    Secret,
+    cross_checks,
+    examine,
+    from_engines,
+    json_schema,
+    load,
+)
+from policies.admission_registry import build_admission
+from policies.model import EngineKind, Role
+from policies.prefix.prefix_index import PrefixIndex
+
+ROOT = Path(__file__).parents[4]
+SHORTEST = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"
+
+
+def config(folder: Path, text: str, env: dict[str, str] | None = None) -> Config:
+    file = folder / "gateway.yaml"
+    file.write_text(text)
+    return load(file, env or {})
+
+
+def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
+    shortest = config(tmp_path, SHORTEST)
+    pool = shortest.pools["chat"]
+    assert (shortest.listeners.api.host, shortest.listeners.api.port) == ("127.0.0.1", 8080)
+    assert (shortest.listeners.admin.host, shortest.listeners.admin.port) == ("127.0.0.1", 8081)
+    assert pool.policy.name == "prefix_aware"
+    assert (pool.waiting_room.size, pool.waiting_room.timeout) == (256, 30.0)
+    (endpoint,) = pool.endpoints
+    assert (endpoint.role, endpoint.engine, endpoint.max_concurrency) == (
+        Role.BOTH,
+        EngineKind.VLLM,
+        24,
+    )
+    assert endpoint.shown_name == "127.0.0.1:9000"
+    limits = shortest.limits
+    assert (limits.body, limits.body_budget, limits.body_min_rate) == (32 << 20, 512 << 20, 1024)
+    assert (shortest.timeouts.connect, shortest.timeouts.first_byte, shortest.timeouts.stall) == (
+        1.0,
+        600.0,
+        60.0,
+    )
+    assert (shortest.retries.budget, shortest.retries.floor, shortest.retries.attempts) == (
+        0.2,
+        3,
+        3,
+    )
+    assert shortest.prefix.index == 256 << 20
+    assert shortest.observability.access_flush == 0.2
+    assert shortest.tenants == ()
+
+
+def test_every_setting_can_be_given_and_is_converted_to_base_units(tmp_path: Path) -> None:
+    loaded = config(
+        tmp_path,
+        SHORTEST
+        + """\
+        name: one
+        role: decode
+        engine: sglang
+        served_model: meta/llama
+        layout: {tp: 4, pp: 2, ep: 4, dp: 1}
+        labels: {zone: a}
+        max_concurrency: 48
+        kv_tokens: 400_000
+    policy: {name: least_loaded, parameters: {fresh_s: 2.5}}
+    waiting_room: {size: 0, timeout: 1m30s}
+models:
+  - {name: llama, aliases: [default, no], pool: chat, context_tokens: 0x2000}
+timeouts: {connect: 250ms}
+limits: {body: 1.5MiB}
+""",
+    )
+    (endpoint,) = loaded.pools["chat"].endpoints
+    assert (endpoint.shown_name, endpoint.role, endpoint.engine) == (
+        "one",
+        Role.DECODE,
+        EngineKind.SGLANG,
+    )
+    assert (endpoint.layout.tp, endpoint.layout.pp, endpoint.layout.ep, endpoint.layout.dp) == (
+        4,
+        2,
+        4,
+        1,
+    )
+    assert (endpoint.labels["zone"], endpoint.kv_tokens) == ("a", 400_000)
+    assert dict(loaded.pools["chat"].policy.params) == {"fresh_s": 2.5}
+    assert loaded.pools["chat"].waiting_room.timeout == 90.0
+    assert loaded.models[0].aliases == ("default", "no"), "since YAML 1.2, no is text"
+    assert loaded.models[0].context_tokens == 8192
+    assert (loaded.timeouts.connect, loaded.limits.body) == (0.25, 1572864)
+
+
+def test_references_are_filled_in_from_the_environment_and_files(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-from-file\n")
+    loaded = config(
+        tmp_path,
+        "version: 1\n"
+        "listeners: {api: {port: '${PORT}'}}\n"
+        "retries: {budget: '${BUDGET:-0.5}'}\n"
+        "pools: {chat: {endpoints: [{url: 'http://${HOST:-gpu1}:${ENGINE_PORT}'}],\n"
+        "  policy: {name: least_loaded, parameters: {fresh_s: '${FRESH:-2.5}'}}}}\n"
+        "tenants: [{name: a, key: '${file:key}'}, {name: b, key: '${KEY}'},\n"
+        "  {name: 'c$${x}', key: x}]\n",
+        {"PORT": "9999", "ENGINE_PORT": "8000", "KEY": "sk-env", "HOST": ""},
+    )
+    assert loaded.listeners.api.port == 9999
+    assert loaded.pools["chat"].endpoints[0].url == "http://gpu1:8000"
+    assert [tenant.key.reveal() for tenant in loaded.tenants] == ["sk-from-file", "sk-env", "x"]
+    assert (loaded.retries.budget, loaded.pools["chat"].policy.params["fresh_s"]) == (0.5, 2.5)
+    assert loaded.tenants[2].name == "c${x}"
+
+
+def test_a_secret_is_never_printed(tmp_path: Path) -> None:
+    text = SHORTEST + "        api_key: ${KEY}\ntenants: [{name: a, key: '${KEY}'}]\n"
+    loaded = config(tmp_path, text, {"KEY": "hunter2"})
+    shown = (
+        repr(loaded),
+        str(loaded),
+        loaded.model_dump_json(),
+        str(loaded.model_dump()),
+        repr(loaded.tenants[0].key),
+    )
+    assert not any("hunter2" in each for each in shown)
+    assert loaded.tenants[0].key == Secret("hunter2")
+
+
+def test_the_tree_is_immutable(tmp_path: Path) -> None:
+    loaded = config(tmp_path, SHORTEST)
+    with pytest.raises(ValidationError, match="frozen"):
+        loaded.limits.body = 1  # type: ignore[misc]
+
+
+def test_a_yaml_alias_may_be_used_several_times(tmp_path: Path) -> None:
+    text = (
+        "version: 1\npools:\n"
+        "  a: {endpoints: [{url: http://h:1, layout: &big {tp: 8}}]}\n"
+        "  b: {endpoints: [{url: http://h:2, layout: *big}]}\n"
+        "models: [{name: m, pool: a}, {name: n, pool: b}]\n"
+    )
+    assert config(tmp_path, text).pools["b"].endpoints[0].layout.tp == 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "hardware", "message"),
+    [
+        ("{tp: 16}", "{}", "tp 16 crosses link domains of 8 GPUs"),
+        (
+            "{tp: 72}",
+            "{link_domain_gpus: 72}",
+            "tp 72 does not divide the attention heads of most models",
+        ),
+        ("{tp: 16}", "{link_domain_gpus: 72}", None),
+        ("{tp: 7}", "{}", "tp 7 does not divide the attention heads of most models"),
+        ("{tp: 8, pp: 2}", "{gpus: 16}", None),
+    ],
+)
+def test_an_unlikely_layout_causes_a_warning(
+    tmp_path: Path, layout: str, hardware: str, message: str | None
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        f"version: 1\nhardware: {hardware}\nmodels: [{{name: own, pool: main}}]\n"
+        f"pools:\n  main:\n    endpoints:\n      - {{url: http://h:1, layout: {layout}}}\n"
+    )
+    warnings = examine(file, {}).warnings
+    assert [(each.line, each.path) for each in warnings] == (
+        [] if message is None else [(7, "pools.main.endpoints[0].layout.tp")]
+    )
+    assert message is None or message in str(warnings[0])
+
+
+def test_warnings_have_a_place(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        SHORTEST
+        + "  spare: {endpoints: [{url: http://h:2}]}\n"
+        + "models: [{name: m, pool: chat}]\n"
+        + "listeners: {admin: {host: 0.0.0.0}}\n"
+        + "tenants: [{name: a, key: sk-plain}]\n"
+    )
+    warned = [(each.line, each.path) for each in examine(file, {}).warnings]
+    assert warned == [(6, "pools.spare"), (8, "listeners.admin.host"), (9, "tenants[0].key")]
+    assert "sk-plain" not in str(examine(file, {}).warnings)
+
+
+def test_a_configuration_can_be_built_from_engine_urls() -> None:
+    built = from_engines(
+        ["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001
+    ).config
+    (pool,) = built.pools.values()
+    assert [endpoint.url for endpoint in pool.endpoints] == ["http://gpu1:8000", "http://gpu2:8000"]
+    assert pool.policy.name == "round_robin"
+    assert (built.listeners.api.host, built.listeners.api.port, built.listeners.admin.port) == (
+        "0.0.0.0",
+        9000,
+        9001,
+    )
+    assert built.models == (), "the engines list the models"
+
+
+def test_invalid_engine_urls_are_rejected_by_the_same_rules() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)
+    assert len(caught.value.problems) == 3
+
+
+def test_the_schema_has_units_as_text_and_rejects_unknown_keys() -> None:
+    schema = json_schema()
+    assert schema["$defs"]["Timeouts"]["properties"]["connect"]["default"] == "1s"
+    assert schema["$defs"]["Limits"]["properties"]["body"]["type"] == "string"
+    assert schema["additionalProperties"] is False
+    assert all(
+        each.get("additionalProperties") is False
+        for each in schema["$defs"].values()
+        if "properties" in each
+    )
+    assert "parameters" in schema["$defs"]["PolicySpec"]["properties"]
+
+
+def test_every_field_has_a_description() -> None:
+    schema = json_schema()
+    for name, section in [("Config", schema), *schema["$defs"].items()]:
+        for key, field in section.get("properties", {}).items():
+            assert field.get("description") or "$ref" in field, f"{name}.{key}"
+
+
+def test_the_sample_file_is_valid_and_names_its_schema() -> None:
+    sample = ROOT / "deploy" / "config" / "gateway.yaml"
+    assert examine(sample, {"TEAM_A_KEY": "sk-1"}).warnings == ()
+    first = sample.read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=gateway.schema.json"
+    assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
+
+
+def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "fleet").write_text("sixteen-characters-and-more\n")
+    shared = "shared: {{redis: {{url: 'redis://127.0.0.1:6379', password: '{0}'}}, key: '{0}'}}\n"
+    by_file = config(tmp_path, SHORTEST + shared.format("${file:fleet}")).shared
+    assert by_file is not None
+    assert by_file.key.reveal() == "sixteen-characters-and-more"
+    assert by_file.redis.password is not None
+    (tmp_path / "clear.yaml").write_text(SHORTEST + shared.format("sixteen-characters-in-clear"))
+    clear = examine(tmp_path / "clear.yaml", {})
+    assert {problem.path for problem in clear.warnings} == {"shared.key", "shared.redis.password"}
+    assert clear.in_clear
+
+
+def secrets_of(
+    annotation: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str | int, ...]]:
+    """Yield the paths of secrets in the tree, with index 0 in lists and key "any" in mappings."""
+    if isinstance(annotation, type) and issubclass(annotation, Secret):
+        yield path
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from secrets_of(field.annotation, (*path, field.alias or name))
+    else:
+        inside = {tuple: (0,), Mapping: ("any",)}.get(get_origin(annotation), ())
+        for each in get_args(annotation):
+            yield from secrets_of(each, (*path, *inside))
+
+
+def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
+    """Set the value at a path in plain data, creating mappings and lists of one item."""
+    for part, after in pairwise(path):
+        new: Any = [{}] if after == 0 else {}
+        data = data[part] if part == 0 else data.setdefault(part, new)
+    data[path[-1]] = value
+
+
+def test_the_rules_about_secrets_know_every_secret_of_the_tree() -> None:
+    data: dict[str, Any] = {}
+    found = set(secrets_of(Config))
+    assert ("tenants", 0, "key") in found
+    for path in found:
+        put(data, path, "in clear")
+    assert set(cross_checks.secrets_in_clear(data)) == found
+
+
+def test_a_collectors_key_may_come_from_a_file_and_causes_a_warning_in_clear(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "token").write_text("by-file\n")
+    traces = (
+        "observability: {{traces: {{endpoint: 'http://127.0.0.1:4318/v1/traces', key: '{0}'}}}}\n"
+    )
+    by_file = config(tmp_path, SHORTEST + traces.format("${file:token}")).observability.traces
+    assert by_file is not None
+    assert by_file.key == Secret("by-file")
+    (tmp_path / "clear.yaml").write_text(SHORTEST + traces.format("written-out"))
+    clear = examine(tmp_path / "clear.yaml", {})
+    assert [problem.path for problem in clear.warnings] == ["observability.traces.key"]
+    assert clear.in_clear
+
+
+def test_a_reference_may_resolve_to_a_number_at_any_depth(tmp_path: Path) -> None:
+    loaded = config(
+        tmp_path,
+        SHORTEST
+        + "    admission: {name: priced, parameters: {bend: '${BEND}', "
+        + "sessions: {start: '${START}'}, weights: {a: '${SHARE}'}}}\n"
+        + "tenants: [{name: a, key: '${KEY}', priority: '${LOW}'}]\n",
+        {"BEND": "0.5", "START": "0.8", "SHARE": "2", "KEY": "sk", "LOW": "-3"},
+    )
+    params = loaded.pools["chat"].admission.params
+    assert params == {"bend": 0.5, "sessions": {"start": 0.8}, "weights": {"a": 2}}
+    assert loaded.tenants[0].priority == -3
+
+
+def test_escaped_braces_and_braces_in_values_are_not_references(tmp_path: Path) -> None:
+    text = (
+        SHORTEST
+        + "tenants: [{name: '$${A}', key: '$${', slo: standard}, {name: b, key: '${KEY}'}]\n"
+    )
+    loaded = config(tmp_path, text, {"KEY": "a${b"})
+    assert [tenant.key.reveal() for tenant in loaded.tenants] == ["$${", "a${b"]
+    assert loaded.tenants[0].name == "${A}"
+
+
+@pytest.mark.parametrize("url", ["http://H:80", "http://h/", "http://h"])
+def test_an_endpoints_name_may_equal_its_default_name(tmp_path: Path, url: str) -> None:
+    endpoints = f"[{{url: '{url}', name: 'h:80'}}, {{url: 'http://g:80'}}]"
+    loaded = config(tmp_path, f"version: 1\npools: {{chat: {{endpoints: {endpoints}}}}}\n")
+    assert [endpoint.shown_name for endpoint in loaded.pools["chat"].endpoints] == ["h:80", "g:80"]
+
+
+def test_minimum_values_are_accepted(tmp_path: Path) -> None:
+    loaded = config(
+        tmp_path,
+        SHORTEST
+        + "    discover: {dns: 'engines:8000', interval: 10ms}\n    admission: priced\n"
+        + "prefix: {index: 12KiB}\nhealth: {interval: 10ms}\nscrape: {interval: 10ms}\n"
+        + "tenants: [{name: a, key: '${KEY}', weight: 1.0e-6}]\n",
+        {"KEY": "sk"},
+    )
+    PrefixIndex(loaded.prefix.index)
+    build_admission(
+        "priced", {"weights": {tenant.name: tenant.weight for tenant in loaded.tenants}}
+    )
+    assert loaded.health.interval == loaded.scrape.interval == 0.01

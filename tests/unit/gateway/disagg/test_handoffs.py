@@ -1,0 +1,152 @@
+"""What outlives a split request: numbers, figures per pair, overdue transfers, release requests."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.disagg.handoffs import TAKEN_S, Handoffs
+from gateway.disagg.state_machine import State
+from gateway.exchange import SplitRecord
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from tests.replaced import stand_in
+from tests.scraped import total
+from tests.unit.gateway.disagg.wires import There, Wire
+
+
+def made(there: There | None = None, rng: Any = None) -> Handoffs:
+    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or There()))
+
+
+def pair(prefill: str = "p", decode: str = "d") -> Any:
+    def pick(name: str) -> Any:
+        return SimpleNamespace(candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0)
+
+    return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
+
+
+# ---- KV that is not needed any more
+
+
+async def test_a_request_that_frees_kv_is_done_with_when_it_has_ended() -> None:
+    wire = Wire()
+    there = There(wire)
+    handoffs = made(there)
+    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    assert wire.carried == [b"head body"]
+    assert len(handoffs._running) == 1
+    wire.ends()
+    assert not handoffs._running
+    assert total(handoffs.metrics.render().decode(), "penstock_split_leases_given_up_total", reason="client_gone") == 1
+
+
+async def test_a_request_that_frees_kv_has_its_time_and_no_more() -> None:
+    wire = Wire()
+    there = There(wire)
+    handoffs = made(there)
+    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    assert [delay_s for delay_s, _ in there.loop.later] == [TAKEN_S]
+    there.loop.pass_by()
+    assert wire.aborted
+    assert not handoffs._running
+
+
+async def test_with_the_gateway_they_end() -> None:
+    wires = Wire(), Wire()
+    there = There(*wires)
+    handoffs = made(there)
+    for _ in wires:
+        handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    handoffs.close()
+    assert all(wire.aborted for wire in wires)
+
+
+# ---- transfers that last too long
+
+
+class Moving:
+    """A transfer. When it is overdue it removes the transfers in `takes`."""
+
+    def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
+        self.handoffs, self.takes, self.told = handoffs, takes, 0
+
+    def overdue(self) -> None:
+        self.told += 1
+        if self.takes is not None:
+            self.handoffs.transfers.pop(self.takes, None)
+
+
+def test_who_has_lasted_too_long_is_told_once_and_at_its_time() -> None:
+    handoffs = made()
+    soon, late = Moving(handoffs), Moving(handoffs)
+    handoffs.transfers |= {soon: 5.0, late: 5.1}
+    handoffs.sweep(4.9)
+    assert (soon.told, late.told) == (0, 0)
+    for _ in range(2):
+        handoffs.sweep(5.0)
+        assert (soon.told, late.told) == (1, 0)
+    assert list(handoffs.transfers) == [late]
+
+
+def test_who_left_while_another_was_told_is_not_told() -> None:
+    handoffs = made()
+    left = Moving(handoffs)
+    first = Moving(handoffs, takes=left)
+    handoffs.transfers |= {first: 5.0, left: 5.0}
+    handoffs.sweep(6.0)
+    assert (first.told, left.told) == (1, 0)
+
+
+# ---- numbers
+
+
+def test_no_two_handoffs_that_live_have_one_number() -> None:
+    drawn = iter([7, 1 << 50, 1 << 50, 1 << 51, 1 << 50])
+    handoffs = made(rng=SimpleNamespace(getrandbits=lambda bits: next(drawn)))
+    assert [handoffs.number(), handoffs.number()] == [1 << 50, 1 << 51]
+    assert handoffs.under_way == 2
+    handoffs.give_back(1 << 50)
+    assert handoffs.number() == 1 << 50
+
+
+# ---- figures of a pair
+
+
+def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> None:
+    record = SplitRecord("split")
+    record.prefill_sent_at, record.prefilled_at, record.transport = 1.0, 3.0, transport
+    relay: Any = SimpleNamespace(first_token_at=3.5)
+    handoffs.ended(pair(), handoffs.figures(pair()), state, record, relay)
+
+
+@pytest.mark.parametrize(
+    ("state", "served", "failed"), [(State.DONE, 1, 0), (State.FAILED, 0, 1), (State.GONE, 0, 0)], ids=str
+)
+def test_a_pairs_attempt_counts_once_and_who_left_counts_for_nothing(state: State, served: int, failed: int) -> None:
+    handoffs = made()
+    for count in (1, 2):
+        ended(handoffs, state)
+        figures, text = handoffs.figures(pair()), handoffs.metrics.render().decode()
+        assert (figures.served, figures.failed) == (count * served, count * failed)
+        for result, each in (("served", served), ("failed", failed)):
+            assert total(text, "penstock_split_pairs_total", result=result) == count * each
+    assert (figures.prefill_s, figures.handoff_s) == ((2.0, 0.5) if served else (None, None))
+
+
+def test_a_pairs_transport_is_the_last_that_was_told() -> None:
+    handoffs = made()
+    ended(handoffs, State.DONE, "rdma")
+    ended(handoffs, State.DONE)
+    assert handoffs.figures(pair()).transport == "rdma"
+
+
+def test_with_an_endpoint_its_pairs_go() -> None:
+    handoffs = made()
+    for names in (("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")):
+        handoffs.figures(pair(*names))
+    handoffs.removed("d")
+    assert list(handoffs.pairs) == [("p", "e"), ("q", "e")]

@@ -1,0 +1,74 @@
+"""A source that raises is started again, and its endpoints stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gateway.config import examine_text
+from gateway.config.discovery_sections import Kubernetes
+from gateway.config.tree import EndpointTraits
+from gateway.fleet.discovery import discovery
+from gateway.fleet.discovery.discovery import Discovery
+from gateway.fleet.discovery.file_list import Listed
+from gateway.fleet.discovery.kubernetes import Account, Slices
+from gateway.fleet.discovery.source import Found, specs
+
+CONFIG = "version: 1\npools: {chat: {discover: {dns: 'engines:8000'}}}\n"
+TRAITS = EndpointTraits()
+
+
+class Failing:
+    """A source that yields one more endpoint at each start, and then raises."""
+
+    begun = 0
+
+    async def watch(self) -> AsyncIterator[Found]:
+        Failing.begun += 1
+        yield specs([(f"10.0.0.{at}", 8000) for at in range(Failing.begun)], TRAITS)
+        raise KeyError("metadata")
+
+
+async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "AGAIN_S", 0.0)
+    found: dict[str, Found] = {}
+    thrice = asyncio.Event()
+
+    def changed() -> None:
+        if len(found["chat"]) == 3:
+            thrice.set()
+
+    made = Discovery(found, changed, Random(1), lambda spec, rng: Failing())
+    await made.start(examine_text(CONFIG.encode(), "gateway.yaml", {}).config)
+    async with asyncio.timeout(5):
+        await thrice.wait()
+    await made.stop()
+
+
+def slices(kind: str, *addresses: str) -> dict[str, object]:
+    listed = [{"addresses": [address], "conditions": {"ready": True}} for address in addresses]
+    return {"addressType": kind, "ports": [{"port": 8000}], "endpoints": listed}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (("IPv4", "IPv6"), ["http://10.0.0.1:8000"]),
+        (("IPv6",), ["http://[fd00::1]:8000"]),
+    ],
+)
+def test_a_pod_with_addresses_of_both_families_is_one_endpoint(
+    kinds: tuple[str, ...], expected: list[str]
+) -> None:
+    source = Slices(Kubernetes(service="engines"), TRAITS, Random(1), Account("https://api"))
+    known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
+    source._slices = {kind: known[kind] for kind in kinds}
+    assert [each.url for each in source._endpoints()] == expected
+
+
+def test_an_invalid_path_counts_as_a_missing_file() -> None:
+    assert Listed(Path("a\0b"), TRAITS)._read() is None

@@ -1,0 +1,130 @@
+"""The health checker reads complete responses and handles nonsensical ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gateway.config import from_engines
+from gateway.fleet.endpoint_registry import Adoption, LiveEndpoint
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.health_checks import Watcher
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from policies.health.speed_record import Measure, Slowness, SpeedRecord
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _in_pieces(*pieces: bytes) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    return handler
+
+
+@asynccontextmanager
+async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adoption]]:
+    """Run an engine that serves these pieces as its metrics; return the table after one poll."""
+    engine = web.Application()
+    engine.router.add_get("/metrics", _in_pieces(*metrics))
+    engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    async with TestServer(engine, host="127.0.0.1") as server:
+        config = from_engines(
+            [str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0
+        ).config
+        table = EndpointTable(
+            config,
+            Prefixes(b"s" * 32, 2**20, 512),
+            Metrics(),
+            Random(1),
+            Outbox(asyncio.get_running_loop()),
+        )
+        adoption = table.plan(config)
+        table.adopt(adoption)
+        watcher = Watcher(config, table, lambda: None)
+        await watcher.start()
+        await watcher.stop()
+        yield table, adoption
+
+
+async def test_nonsensical_engine_metrics_do_not_keep_a_gateway_from_starting() -> None:
+    async with _looked_at(b"vllm:num_requests_running 1e308\n" * 2) as (table, _):
+        (live,) = table.all()
+        assert (live.load.running, live.load.available) == (None, True)
+
+
+async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
+    padding = b"# HELP x y\n" * 20_000
+    async with _looked_at(padding, padding, b"vllm:num_requests_running 7\n") as (table, adoption):
+        (live,) = table.all()
+        assert (live.load.running, live.models) == (7, ("m",))
+        (candidate,) = adoption.pools["engines"]
+        assert adoption.serving("m", (candidate,)) == (candidate,)
+        assert adoption.serving("another", (candidate,)) == ()
+
+
+@pytest.mark.parametrize(
+    ("own_s", "peer_s", "returns"),
+    [
+        ([0.2, 0.2, 0.2], [0.2, 0.6, 0.3], True),
+        ([0.6], [0.2], False),
+        ([0.6, 0.6], [0.9, 0.2], False),  # the peer was busy at first
+        ([0.2, 0.6], [0.2, 0.9], False),
+        (
+            [0.2, 0.6, 0.6],
+            [0.2, 0.9, 0.9],
+            False,
+        ),  # the peer's time in the first probe counts in the second
+    ],
+)
+async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
+    own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _looked_at(b"") as (table, adoption):
+        (live,) = table.all()
+        peer = LiveEndpoint(
+            live.endpoint, live.spec, live.load, live.upstream.patience, live.upstream.outbox
+        )
+        live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
+        monkeypatch.setattr(type(table), "peer_of", lambda self, live: peer)
+        times = {live: list(own_s), peer: list(peer_s)}
+
+        async def taken(asked: LiveEndpoint, _: object) -> float:
+            return times[asked].pop(0)
+
+        watcher = Watcher(adoption.config, table, lambda: None)
+        monkeypatch.setattr(watcher, "_time", taken)
+        monkeypatch.setattr(SpeedRecord, "take_probe", lambda self, now: True)
+        found = False
+        while times[live]:
+            found = await watcher._keeps_pace(live)
+        assert found is returns
+
+
+async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _looked_at(b"") as (table, adoption):
+        (live,) = table.all()
+        watcher = Watcher(adoption.config, table, lambda: None)
+        await watcher.start()
+        monkeypatch.setattr(watcher, "_probe", lambda live: asyncio.Event().wait())
+        watcher.suspect(live)
+        (probe,) = watcher._recoveries.values()
+        live.leaving = True
+        watcher.follow(adoption.config)
+        await asyncio.wait([probe], timeout=5)
+        assert probe.cancelled()
+        await watcher.stop()

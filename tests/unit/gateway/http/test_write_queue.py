@@ -1,0 +1,243 @@
+"""What one loop iteration writes and what it defers, without losing or reordering any byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.http.upstream import Connection, Patience, Upstream
+from gateway.http.write_queue import MOST, TURN, Outbox
+from gateway.protocol.relay import Relay, State
+from gateway.protocol.response_framing import chunk
+from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = chunk(b'data: {"choices":[{"delta":{"content":"."}}]}\n\n')
+END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+RELAY = Relay(b"")
+
+
+class FakeLoop:
+    """An event loop whose iterations are run by hand."""
+
+    def __init__(self) -> None:
+        self._soon: list[Callable[[], None]] = []
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self._soon.append(callback)
+
+    def turn(self) -> bool:
+        """Run one iteration; return whether there was anything to do."""
+        soon, self._soon = self._soon, []
+        for callback in soon:
+            callback()
+        return bool(soon)
+
+
+class FakeConnection:
+    """An engine connection that passes its bytes on to a client unchanged."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._wire = Mock(is_closing=lambda: False, write=self._write)
+        self.sent = b""
+
+    def receive(self, data: bytes) -> None:
+        if self._outbox.full:
+            self._outbox.put_off(self, RELAY, data)
+        else:
+            self.catch_up(RELAY, data)
+
+    def catch_up(self, relay: Relay, data: bytes) -> None:
+        assert relay is RELAY
+        self._outbox.post(self._wire, data)
+
+    def _write(self, data: bytes) -> None:
+        self.sent += data
+
+
+def new_queue() -> tuple[Outbox, FakeLoop]:
+    loop = FakeLoop()
+    return Outbox(cast(asyncio.AbstractEventLoop, loop)), loop
+
+
+def test_new_requests_are_answered_before_deferred_chunks() -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(10 * TURN)]
+    for stream in streams:
+        stream.receive(b".")
+    loop.turn()
+    behind = [stream.sent for stream in streams].count(b"")
+    refused = FakeConnection(queue)
+    refused.catch_up(RELAY, b"429")
+    loop.turn()
+    assert refused.sent == b"429"
+    assert behind == 8 * TURN
+    assert [stream.sent for stream in streams].count(b"") == 7 * TURN
+    while loop.turn():
+        pass
+    assert all(stream.sent == b"." for stream in streams)
+    assert not queue.full
+
+
+def test_a_few_chunks_are_written_in_the_iteration_in_which_they_arrive() -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(TURN)]
+    for stream in streams:
+        stream.receive(b".")
+    loop.turn()
+    assert all(stream.sent for stream in streams)
+    assert not loop.turn()
+
+
+def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
+    queue, _ = new_queue()
+    stream = FakeConnection(queue)
+    for _ in range(TURN + MOST):
+        stream.receive(b".")
+    assert not stream.sent
+    stream.receive(b".")
+    queue.flush()
+    assert len(stream.sent) == TURN + MOST
+
+
+def test_a_chunk_that_cannot_be_relayed_does_not_affect_the_others() -> None:
+    queue, loop = new_queue()
+    broken, streams = (
+        Mock(catch_up=Mock(side_effect=ValueError("a bug"))),
+        [FakeConnection(queue) for _ in range(TURN)],
+    )
+    for stream in streams:
+        stream.receive(b".")
+    queue.put_off(broken, RELAY, b"?")
+    for stream in streams:
+        stream.receive(b".")
+    with pytest.raises(ValueError, match="a bug"):
+        loop.turn()
+    while loop.turn():
+        pass
+    assert all(stream.sent == b".." for stream in streams)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_write_queued_by_a_failing_write_is_written(late: int) -> None:
+    queue, loop = new_queue()
+    stream, behind = FakeConnection(queue), FakeConnection(queue)
+
+    def fail(_: bytes) -> None:
+        stream.receive(b".")
+        raise OSError("gone")
+
+    queue.post(Mock(is_closing=lambda: False, write=fail), b"x")
+    for _ in range(late):
+        queue.put_off(behind, RELAY, b".")
+    with pytest.raises(OSError, match="gone"):
+        loop.turn()
+    while loop.turn():
+        pass
+    assert (stream.sent, behind.sent) == (b".", b"." * late)
+
+
+def test_a_transport_that_cannot_be_written_to_does_not_affect_the_others() -> None:
+    queue, loop = new_queue()
+    gone = Mock(side_effect=RuntimeError("after write_eof()"))
+    closed, stream = Mock(is_closing=lambda: False, write=gone), FakeConnection(queue)
+    queue.post(closed, b"x")
+    stream.receive(b".")
+    loop.turn()
+    assert stream.sent == b"."
+    closed.abort.assert_called_once_with()
+
+
+@given(
+    st.lists(st.sampled_from(["turn", "end 0", "end 1", *["burst"] * 4]), max_size=30),
+    st.integers(1, 90),
+)
+def test_deferring_neither_loses_nor_reorders_bytes_of_a_client(
+    steps: list[str], size: int
+) -> None:
+    queue, loop = new_queue()
+    streams = [FakeConnection(queue) for _ in range(3)]
+    received = [b""] * 3
+    for number, step in enumerate(steps):
+        if step == "turn":
+            loop.turn()
+        elif step == "burst":
+            for index in range(size):
+                data = b"%d.%d " % (number, index)
+                streams[index % 3].receive(data)
+                received[index % 3] += data
+        else:
+            ending = int(step[-1])
+            queue.hurry(streams[ending])
+            queue.flush()
+            assert streams[ending].sent == received[ending]
+    while loop.turn():
+        pass
+    assert [stream.sent for stream in streams] == received
+
+
+class Request:
+    """A request in progress: the connection to its engine, and its client."""
+
+    def __init__(self, pool: Upstream) -> None:
+        self.connection, self.client, self.relay = Connection(pool), FakeClient(), Relay(b"")
+        self.wire = Mock(is_closing=Mock(return_value=False))
+        self.connection.connection_made(self.wire)
+        self.done = self.connection.carry(b"", FakePayload(), self.relay, self.client)
+        self.connection.data_received(HEAD)
+
+
+@pytest.fixture
+async def pool() -> Upstream:
+    """Connections to one engine."""
+    return Upstream(
+        "http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop())
+    )
+
+
+def spend_budget(pool: Upstream) -> None:
+    """Spend the budget of this loop iteration."""
+    for _ in range(TURN):
+        pool.outbox.post(Mock(), b".")
+
+
+async def test_a_response_whose_end_was_deferred_is_complete_although_the_engine_closed(
+    pool: Upstream,
+) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT)
+    request.connection.data_received(END)
+    assert EVENT not in request.client.text
+    request.connection.connection_lost(None)
+    await request.done
+    assert request.relay.state is State.DONE
+    assert request.client.text.endswith(EVENT + END)
+
+
+async def test_deferred_chunks_of_an_aborted_response_are_dropped(pool: Upstream) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT)
+    request.connection.abort()
+    await asyncio.sleep(0)
+    assert EVENT not in request.client.text
+
+
+async def test_deferred_bytes_after_the_end_of_a_response_close_the_connection(
+    pool: Upstream,
+) -> None:
+    request = Request(pool)
+    spend_budget(pool)
+    request.connection.data_received(EVENT + END)
+    request.connection.data_received(EVENT)
+    await asyncio.sleep(0)
+    assert request.client.text.endswith(EVENT + END)
+    request.wire.abort.assert_called_once()

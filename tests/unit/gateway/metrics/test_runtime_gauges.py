@@ -1,0 +1,33 @@
+"""An endpoint's gauges show this gateway's part, so their sum over gateways is the fleet's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from gateway.metrics.catalogue import Metrics
+from policies.engine.peer_load import Share
+from policies.health.health import State
+from policies.ledger import foreign
+from policies.load import EndpointLoad
+
+
+def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
+    load = EndpointLoad(slot=0)
+    load.prefill_tokens, load.decode_tokens = 700, 50
+    assert foreign(
+        load, b"another", Share(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0
+    )
+    assert (load.prefill_tokens, load.decode_tokens) == (1000, 70)
+    metrics = Metrics()
+    metrics.inside.follow(
+        SimpleNamespace(  # type: ignore[arg-type]
+            endpoint=SimpleNamespace(name="a"),
+            load=load,
+            health=SimpleNamespace(state=State.UP),
+            upstream=SimpleNamespace(silence_s=lambda now: 0.0),
+        ),
+        lambda: 2.0,
+    )
+    page = metrics.render().decode()
+    assert 'penstock_endpoint_prefill_backlog_tokens{endpoint="a",pool=""} 700' in page
+    assert 'penstock_endpoint_context_tokens{endpoint="a",pool=""} 50' in page

@@ -1,0 +1,132 @@
+"""Several gateways' views without a network, on the test's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from gateway.admission.controller import Gate
+from gateway.config import Config
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.http.write_queue import Outbox
+from gateway.metrics.catalogue import Metrics
+from gateway.peers.frame_auth import Seal
+from gateway.peers.view import Frame, View
+from gateway.reload.snapshot import build
+from policies.model import Ask, Candidate, Pick, Request
+from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+
+SECRET = b"a secret of sixteen bytes or more"
+BLOCK_BYTES = 64
+
+
+class Gateway:
+    """One gateway's endpoint table, admission and view."""
+
+    def __init__(
+        self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()
+    ) -> None:
+        endpoints = [
+            {"url": url, "kv_tokens": 1_000_000, "max_concurrency": 8}
+            for url in ("http://a:1", "http://b:1")
+        ]
+        pool = {
+            "policy": "prefix_aware",
+            "admission": "priced" if tenants else "cap",
+            "endpoints": endpoints,
+        }
+        self.config = Config.model_validate(
+            {"version": 1, "pools": {"main": pool}, "tenants": tenants}
+        )
+        self.metrics = Metrics()
+        self.seal = Seal(secret, bytes([me]) * 8)
+        self.prefixes = Prefixes(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
+        self.gate = Gate(self.config)
+        outbox = Outbox(asyncio.get_running_loop())
+        self.table = EndpointTable(self.config, self.prefixes, self.metrics, Random(me), outbox)
+        plan = build(self.config, self.table, self.gate, {})
+        self.table.adopt(plan.adoption)
+        for pool_name, opening in plan.rooms.items():
+            self.gate.open(opening.room)
+            opening.room.govern(opening.admission, opening.shares)
+            opening.room.configure(self.config.pools[pool_name].waiting_room, opening.serving)
+        self.candidates: Sequence[Candidate] = plan.adoption.pools["main"]
+        self.view = View(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
+        self.table.news = self.view.news
+        self.view.tenants = lambda: self.config.tenants
+        self.gate.tell(self.view.news)
+        self.hashes = Fingerprinter(self.seal.fingerprint_secret, BLOCK_BYTES)
+
+    def fingerprint(self, prompt: bytes) -> Fingerprint:
+        return self.hashes.of(b"salt", prompt)
+
+    def book(self, prompt: bytes, slot: int):
+        """Send a request with this prompt to the endpoint in that slot."""
+        candidate = self.candidates[slot]
+        tokens = len(prompt) // 4
+        request = Request("r", "m", "", tokens, 10, stream=True)
+        return self.table.book(Pick(candidate, 0, 0.0, 1, ""), request, self.fingerprint(prompt))
+
+    def cached(self, prompt: bytes) -> list[int]:
+        """Return the prompt tokens believed to be cached at each endpoint."""
+        found = list(self.prefixes.cached(self.fingerprint(prompt), len(prompt) // 4))
+        return found + [0] * (len(self.candidates) - len(found))
+
+    def ask(self, prompt: bytes) -> Ask:
+        return self.table.ask(
+            Request("r", "m", "", len(prompt) // 4, 10), self.fingerprint(prompt), ()
+        )
+
+    def take(self, frame: Frame, now: float, age_s: float = 0.0) -> None:
+        for _ in self.view.take(frame[1], age_s, now):
+            pass
+
+    def settle(self, now: float) -> None:
+        for _ in self.view.settle(now):
+            pass
+
+    def dropped(self) -> dict[str, float]:
+        return {
+            values[0]: meter.value for values, meter in self.metrics.shared_dropped_total.children()
+        }
+
+
+def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]:
+    """Flush all gateways, deliver all frames, and warm up new gateways.
+
+    Returns (sender, message).
+    """
+    said = [(one, frame) for one in gateways for frame in one.view.flush(now, connected=True)]
+    for one, frame in said:
+        for other in gateways:
+            if other is not one:
+                other.take(frame, now)
+    for one in gateways:
+        askers, one.view.askers = one.view.askers, []
+        for asker in askers:
+            parts = [(one, frame) for frame in one.view.parts(asker, now)]
+            said += parts
+            for _, frame in parts:
+                for other in gateways:
+                    if other is not one:
+                        other.take(frame, now)
+        one.view.sweep(now)
+        one.settle(now)
+    return said
+
+
+def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
+    """Exchange frames ten times a second; return the time at the end."""
+    now = start
+    while now < start + seconds:
+        now += 0.1
+        turn(gateways, now)
+    return now
+
+
+def warm(*gateways: Gateway, now: float = 100.0) -> float:
+    for one in gateways:
+        one.view.begin(now)
+    return run(gateways, now, 2.0)

@@ -1,0 +1,48 @@
+"""The configuration of the state exchange: what is rejected, and what is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.config import ConfigError, examine_text
+from gateway.config.diff import shown
+
+POOLS = "version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n"
+ENV = {"KEY": "marmot-key-of-the-fleet", "PASSWORD": "marmot-password"}
+
+
+def refused(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        examine_text((POOLS + text).encode(), "g.yaml", ENV)
+    return "\n".join(map(str, caught.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://a:6379", "is not the URL of a Redis"),
+        ("redis://me:secret@a", "must not contain a user or password"),
+        ("redis://a/x", "must be only scheme, host, port and database"),
+        ("redis://a:99999", "has no valid port"),
+    ],
+)
+def test_a_url_that_is_not_redis_or_contains_a_secret_is_rejected(url: str, why: str) -> None:
+    said = refused(f"shared: {{redis: {{url: '{url}'}}, key: '${{KEY}}'}}\n")
+    assert why in said
+    assert "g.yaml:3:" in said
+
+
+def test_a_short_or_missing_key_is_rejected() -> None:
+    assert "shorter than 16 characters" in refused(
+        "shared: {redis: {url: 'redis://a'}, key: '${SHORT:-abc}'}\n"
+    )
+    assert "key" in refused("shared: {redis: {url: 'redis://a'}}\n")
+
+
+def test_neither_key_nor_password_is_shown() -> None:
+    text = POOLS + "shared: {redis: {url: 'redis://a', password: '${PASSWORD}'}, key: '${KEY}'}\n"
+    loaded = examine_text(text.encode(), "g.yaml", ENV)
+    assert loaded.config.shared is not None
+    assert loaded.config.shared.redis.url == "redis://a:6379/0"
+    assert "marmot" not in f"{loaded.config!r} {shown(loaded)}"
+    assert not loaded.in_clear

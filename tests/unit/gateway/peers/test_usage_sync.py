@@ -1,0 +1,169 @@
+"""Use of quotas and sessions at one gateway is applied by the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+import msgspec
+
+from gateway.peers.members import GONE_S
+from gateway.peers.usage_sync import MOST_ROWS
+from gateway.protocol.errors import GatewayError
+from policies.admission.admission import Outcome
+from policies.model import Pick, Request
+from tests.unit.gateway.peers.fleet import Gateway, run, turn, warm
+
+LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
+TENANTS = [
+    {"name": "a", "key": "sk-a-of-the-fleet", "limits": LIMITS},
+    {"name": "b", "key": "sk-b-of-the-fleet"},
+]
+REQUEST = Request("r", "m", "a", 1000, 100, session="talk")
+
+
+def gateways(count: int = 2) -> list[Gateway]:
+    return [Gateway(number + 1, tenants=TENANTS) for number in range(count)]
+
+
+def asks(gateway: Gateway, times: int = 1) -> int:
+    """Return how many requests of the tenant are admitted."""
+    taken = 0
+    for _ in range(times):
+        try:
+            gateway.gate.quotas.take(REQUEST)
+        except GatewayError:
+            continue
+        taken += 1
+    return taken
+
+
+def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
+    """Book a request of the session; returns a function that ends it with ten output tokens."""
+    (room,) = gateway.gate.rooms()
+    request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
+    asked = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
+    room.booked(asked, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
+    return lambda now: room.ended(request, lambda: Outcome(now, 0.1, None, 10))
+
+
+def inside(gateway: Gateway) -> tuple[int, int]:
+    """Return the number of active sessions and their context tokens."""
+    (room,) = gateway.gate.rooms()
+    assert room.sessions is not None
+    return len(room.sessions), room.sessions.tokens
+
+
+async def test_quota_used_at_one_gateway_is_deducted_at_all() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    assert asks(one, 7) == 7
+    run([one, two], now, 0.2)
+    assert asks(two, 7) == 3
+    run([one, two], now + 0.2, 0.2)
+    assert (asks(one), asks(two)) == (0, 0)
+
+
+async def test_quota_refunded_at_one_gateway_is_available_at_another() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    quota = one.gate.quotas.take(REQUEST)
+    assert quota is not None
+    assert asks(one, 9) == 9
+    now = run([one, two], now, 0.2)
+    assert asks(two) == 0
+    one.gate.quotas.settle(quota, REQUEST, None)
+    run([one, two], now, 0.2)
+    assert asks(two) == 1
+
+
+async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    assert (asks(one, 20), asks(two, 20)) == (10, 10)
+    for each in (one, two):
+        each.view.flush(now + 0.1, connected=False)
+        assert not each.view.news.taken
+        assert not each.view.news.charged
+    run([one, two], now + 0.2, 0.2)
+    for each in (one, two):
+        left = each.gate.quotas.by_tenant["a"].spent(0, 0, now).requests_left
+        assert left is not None
+        assert left >= 0.0
+
+
+async def test_waiting_updates_are_bounded_during_a_disconnect() -> None:
+    (one,) = gateways(1)
+    now = warm(one, now=monotonic())
+    live = one.table.all()[0]
+    one.view.news.confirmed += [(live.endpoint, 1.0, 0.5)] * (3 * MOST_ROWS)
+    one.view.flush(now + 0.1, connected=False)
+    assert len(one.view.news.confirmed) == MOST_ROWS
+
+
+async def test_late_quota_messages_are_dropped() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    asks(one, 10)
+    for frame in one.view.flush(now + 0.1, connected=True):
+        two.take(frame, now + GONE_S + 1.0, age_s=GONE_S + 0.9)
+    assert asks(two, 10) == 10
+
+
+async def test_a_session_counts_once_at_all_gateways() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    converse(one, "talk", 1000, now)(now + 0.1)
+    converse(one, "more", 500, now)(now + 0.1)
+    now = run([one, two], now + 0.1, 0.2)
+    assert inside(one) == inside(two) == (2, 1500)
+    converse(two, "talk", 2000, now)(now + 0.1)
+    now = run([one, two], now + 0.1, 0.2)
+    assert inside(one) == inside(two) == (2, 2500)
+
+
+async def test_a_session_of_another_gateway_expires_like_an_own_one() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    converse(one, "talk", 1000, now)(now + 0.1)
+    now = run([one, two], now + 0.1, 0.2)
+    one.view.bye()
+    for room in two.gate.rooms():
+        room.tick(now + 170.0)
+        assert inside(two) == (1, 1000)
+        room.tick(now + 181.0)
+        assert inside(two) == (0, 0)
+
+
+async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    converse(one, "talk", 1000, now)(now + 0.1)
+    one.view.flush(now + 0.2, connected=False)
+    run([one, two], now + 30.0, 0.2)
+    assert inside(two) == (1, 1000)
+
+
+async def test_a_new_gateway_receives_the_sessions_of_all_others() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    for number in range(2 * MOST_ROWS):
+        converse((one, two)[number % 2], f"talk {number}", 100, now)(now + 0.1)
+    now = run([one, two], now + 0.1, 0.3)
+    three = gateways(3)[2]
+    three.view.begin(now)
+    run([one, two, three], now, 1.5)
+    assert three.view.warming.warm
+    assert inside(one) == inside(three) == (2 * MOST_ROWS, 200_000 * MOST_ROWS // 1000)
+
+
+async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:
+    one, two = gateways()
+    now = warm(one, two, now=monotonic())
+    asks(one)
+    converse(one, "canary-session", 1000, now)(now + 0.1)
+    said = b"".join(frame for _, (_, frame) in turn([one, two], now + 0.2))
+    assert b"taken" in said
+    assert b"inside" in said
+    assert b"canary-session" not in said
+    assert b"sk-a" not in said

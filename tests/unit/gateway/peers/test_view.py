@@ -1,0 +1,318 @@
+"""How gateways apply each other's messages, on the test's clock."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.peers import messages
+from gateway.peers.bus import FRAME_CAP_BYTES
+from policies.admission.admission import capacity
+from policies.health.health import Event
+from policies.ledger import own
+from tests.unit.gateway.peers.fleet import SECRET, Gateway, run, turn, warm
+
+PROMPT = Random(1).randbytes(64 * 200)
+
+
+async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 1) as booking:
+        booking.first_token()
+        run([one, two], now, 0.2)
+    assert one.cached(PROMPT) == two.cached(PROMPT)
+    assert two.cached(PROMPT)[0] == 0
+    assert two.cached(PROMPT)[1] >= len(PROMPT) // 4 * 31 // 32
+    assert two.candidates[1].load.held_tokens == one.candidates[1].load.held_tokens > 0
+
+
+async def test_prompts_of_a_removed_endpoint_are_not_recorded_for_its_slots_next_owner() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 1):
+        (frame,) = one.view.flush(now, connected=False)
+        two.table.all()[1].leaving = True
+        two.take(frame, now)
+    assert two.cached(PROMPT)[1] == 0
+    assert two.dropped() == {"unknown_endpoint": 1.0}
+
+
+async def test_a_prompt_that_was_never_computed_is_removed_from_all_indexes() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0):
+        run([one, two], now, 0.2)
+        assert two.cached(PROMPT)[0] > 0
+    run([one, two], now + 0.2, 0.2)
+    assert one.cached(PROMPT) == two.cached(PROMPT) == [0, 0]
+
+
+async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    prompts = [Random(seed).randbytes(64 * 100) for seed in range(20)]
+    for prompt in prompts:
+        with one.book(prompt, 0) as booking:
+            booking.first_token()
+    for _ in range(30):
+        one.table.confirm(one.table.all()[0], 1.0, 0.1)
+    run([one, two], now, 0.3)
+    trusts = [each.prefixes.index._holders[0].trust for each in (one, two)]
+    assert trusts[0] == trusts[1] < 0.5
+
+
+async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0), one.book(PROMPT, 0):
+        now = run([one, two], now, 0.2)
+        load, idle = two.candidates[0].load, two.candidates[1].load
+        assert (load.in_flight, own(load).in_flight) == (2, 0)
+        assert load.prefill_tokens == 2 * (len(PROMPT) // 4)
+        assert load.ready_at > idle.ready_at
+        assert capacity(two.candidates) == 14
+    run([one, two], now, 0.3)
+    assert two.candidates[0].load.in_flight == 0
+    assert own(one.candidates[0].load) == own(two.candidates[0].load)
+    assert capacity(two.candidates) == 16
+
+
+async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_book() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    held = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
+    run([one, two], now, 0.2)
+    assert capacity(two.candidates) == 8
+    for booking in held:
+        booking.__exit__(None, None, None)
+
+
+async def test_bookings_of_a_gateway_expire_two_seconds_after_its_last_message() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0):
+        now = run([one, two], now, 0.2)
+        assert two.candidates[0].load.in_flight == 1
+        now = run([two], now, 1.3)
+        assert two.candidates[0].load.in_flight == 1
+        run([two], now, 1.0)
+        assert two.candidates[0].load.in_flight == 0
+        assert len(two.view.peers) == 0
+
+
+async def test_a_gateway_that_stops_has_no_bookings() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0):
+        now = run([one, two], now, 0.2)
+        two.take(one.view.bye(), now)
+        assert two.candidates[0].load.in_flight == 0
+
+
+async def test_an_ejection_by_another_gateway_leads_to_a_probe_only() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    suspected: list[LiveEndpoint] = []
+    two.view.suspect = suspected.append
+    with two.book(PROMPT, 0) as booking:
+        booking.first_token()
+    one.table.happened(one.table.all()[0], Event.CONNECT_FAILED)
+    run([one, two], now, 0.2)
+    assert [live.endpoint.url for live in suspected] == ["http://a:1"]
+    assert two.candidates[0].load.available
+    assert two.cached(PROMPT)[0] > 0
+
+
+async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    prompts = [Random(seed).randbytes(64 * (20 + seed)) for seed in range(100)]
+    for number, prompt in enumerate(prompts):
+        with (one, two)[number % 2].book(prompt, number % 2) as booking:
+            booking.first_token()
+    now = run([one, two], now, 0.3)
+    three = Gateway(3)
+    three.view.begin(now)
+    tellers = set()
+    for _ in range(10):
+        now += 0.1
+        said = turn([one, two, three], now)
+        tellers |= {id(each) for each, (to, _) in said if to == three.view.me}
+    assert tellers == {id(one)}
+    assert three.view.warming.warm
+    assert three.view.warming.took_s < 1.0
+    assert [three.cached(prompt) for prompt in prompts] == [
+        one.cached(prompt) for prompt in prompts
+    ]
+    held = [[each.load.held_tokens for each in gateway.candidates] for gateway in (one, three)]
+    assert held[0] == held[1]
+
+
+async def test_a_warm_up_leaves_out_lost_caches() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0) as booking:
+        booking.first_token()
+    now = run([one, two], now, 0.2)
+    for each in (one, two):
+        each.table.happened(each.table.all()[0], Event.CONNECT_FAILED)
+    now = run([one, two], now, 0.2)
+    three = Gateway(3)
+    three.view.begin(now)
+    run([one, two, three], now, 1.0)
+    assert three.view.warming.told > 0
+    assert three.cached(PROMPT) == [0, 0]
+
+
+async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answer() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0) as booking:
+        booking.first_token()
+    now = run([one, two], now, 0.2)
+    three = Gateway(3)
+    three.view.begin(now)
+    while not three.view.warming.warm:
+        now += 0.1
+        one.view.askers.clear()
+        turn([one, two, three], now)
+        one.view.askers = []
+        said = one.view.flush(now, connected=True)
+        for frame in said:
+            two.take(frame, now)
+            three.take(frame, now)
+        assert now < 110
+    assert three.cached(PROMPT)[0] > 0
+
+
+async def test_picks_before_a_gateway_is_warm_are_counted_as_blind() -> None:
+    one = Gateway(1)
+    one.view.begin(100.0)
+    with one.book(PROMPT, 0):
+        one.view.flush(100.1, connected=False)
+    assert one.metrics.blind_picks_total.value == 1
+    now = run([one], 100.0, 1.5)
+    assert one.view.warming.warm
+    with one.book(PROMPT, 0):
+        one.view.flush(now, connected=True)
+    assert one.metrics.blind_picks_total.value == 1
+
+
+async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    three = Gateway(3)
+    three.view.begin(now)
+    for frame in three.view.flush(now, connected=True):
+        one.take(frame, now)
+    with one.book(PROMPT, 1) as booking:
+        booking.first_token()
+    for frame in one.view.flush(now + 0.05, connected=True):
+        three.take(frame, now + 0.05)
+    assert three.cached(PROMPT) == [0, 0]
+    run([one, two, three], now + 0.1, 1.0)
+    assert three.cached(PROMPT)[1] > 0
+
+
+async def test_during_a_disconnect_only_prompts_are_queued() -> None:
+    one = Gateway(1)
+    now = warm(one)
+    with one.book(PROMPT, 0):
+        frames = one.view.flush(now + 1.0, connected=False)
+    assert len(frames) == 1
+
+
+async def test_a_gateway_with_another_key_is_ignored() -> None:
+    one, two = Gateway(1), Gateway(2, b"another secret of sixteen bytes or more")
+    now = warm(one, two)
+    with one.book(PROMPT, 0):
+        run([one, two], now, 0.5)
+        assert two.candidates[0].load.in_flight == 0
+    assert len(two.view.peers) == len(one.view.peers) == 0
+    assert two.dropped()["forged"] > 0
+
+
+async def test_replayed_frames_are_dropped() -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    with one.book(PROMPT, 0):
+        told = one.view.flush(now + 0.6, connected=True)
+    done = one.view.flush(now + 1.2, connected=True)
+    for frame in (*told, *done, *told):
+        two.take(frame, now + 1.2)
+    assert two.candidates[0].load.in_flight == 0
+    assert two.dropped()["replayed"] == len(told)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_arbitrary_bytes_neither_raise_nor_change_anything(seed: int) -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    rng = Random(seed)
+    with one.book(PROMPT, 0):
+        frames = one.view.flush(now + 0.6, connected=True)
+        for _, frame in frames:
+            spoilt = bytearray(frame)
+            for _ in range(rng.randint(1, 4)):
+                spoilt[rng.randrange(20, len(spoilt))] ^= 1 << rng.randrange(8)
+            for bytes_ in (
+                bytes(spoilt),
+                frame[: rng.randrange(len(frame))],
+                rng.randbytes(200),
+                b"",
+                b"PSv1",
+            ):
+                two.take((b"", bytes_), now + 0.6)
+        assert two.cached(PROMPT) == [0, 0]
+        assert two.candidates[0].load.in_flight == 0
+    two.take((b"", bytes(FRAME_CAP_BYTES + 1)), now)
+    assert two.dropped().keys() <= {"forged", "foreign", "replayed", "too_long", "malformed"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Picks(64, [messages.Prompt(1, 3, 192, 40, bytes(24))]),
+        messages.Picks(64, [messages.Prompt(1, 2**40, 2**40, 40, bytes(24))]),
+        messages.Picks(64, [messages.Prompt(1, 0, 0, 0, b"")]),
+        messages.Picks(65536, [messages.Prompt(1, 3, 192, 40, bytes(24))]),
+        messages.Part(0, True, [b"junk", b"\x93\xa3odd\x01\x02"]),
+        messages.Part(0, True, [messages.encode(messages.Hello(0))]),
+    ],
+)
+async def test_malformed_messages_with_a_valid_key_are_counted_and_change_nothing(
+    message: messages.Message,
+) -> None:
+    one, two = Gateway(1), Gateway(2)
+    now = warm(one, two)
+    digest = two.view._digest(two.candidates[0].endpoint)
+    if isinstance(message, messages.Picks):
+        odd = [messages.Prompt(1 if p.blocks == 3 else digest, *_rest(p)) for p in message.prompts]
+        message = messages.Picks(message.block_bytes, odd)
+    before = two.prefixes.index.stats().blocks
+    two.take((b"", one.seal.close(messages.encode(message))), now)
+    assert two.prefixes.index.stats().blocks == before
+    assert isinstance(message, messages.Part) or sum(two.dropped().values()) == 1
+
+
+def _rest(prompt: messages.Prompt) -> tuple[int, int, int, bytes]:
+    return prompt.blocks, prompt.n_bytes, prompt.prompt_tokens, prompt.keys
+
+
+async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
+    one = Gateway(1)
+    now = warm(one)
+    one.view.news.charge("main", "canary-tenant", 10.0)
+    with one.book(PROMPT, 0):
+        told = b"".join(frame for _, frame in one.view.flush(now + 1.0, connected=True))
+    for secret in (
+        SECRET,
+        b"canary-tenant",
+        b"http://a:1",
+        PROMPT[:16],
+        one.seal.fingerprint_secret,
+    ):
+        assert secret not in told

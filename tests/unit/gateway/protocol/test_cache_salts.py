@@ -1,0 +1,342 @@
+"""Cache salts: which requests share one, what engines receive, and isolation between tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import Config
+from gateway.fleet.prefix_cache import Prefixes
+from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, cache_salts
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.openai import Api, Call, Caller, parse
+from gateway.protocol.service_class import NOTHING
+from tests.unit.gateway.disagg.halves import (
+    MODEL,
+    OBJECT,
+    Asked,
+    Front,
+    Reply,
+    Script,
+    decodes,
+    front,
+    prefills,
+    refuses,
+)
+from tests.unit.gateway.protocol.test_openai import CHAT, Model
+
+HEX = re.compile("[0-9a-f]{64}")
+SECRET = {"secret": "sixteen-characters-or-more"}
+A, B, C = ({"name": name, "key": f"sk-{name}"} for name in "abc")
+SHARED = {"redis": {"url": "redis://127.0.0.1:6379"}, "key": "what-the-fleet-has-in-common"}
+POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
+
+
+def salts(*tenants: Mapping[str, Any], **sections: Any) -> CacheSalts:
+    return cache_salts(
+        Config.model_validate({"version": 1, "pools": POOLS, "tenants": tenants} | sections)
+    )
+
+
+def call(body: Mapping[str, Any], found: CacheSalts | None, tenant: str = "a") -> Call:
+    caller = Caller("req_1", tenant, NOTHING, 0.0, None, found)
+    return parse(json.dumps(body).encode(), Api.CHAT, {"demo": Model()}, caller)
+
+
+# Which requests share a salt
+
+
+@pytest.mark.parametrize("secret", [{"cache": SECRET}, {"shared": SHARED}, {}])
+def test_every_tenant_has_a_salt_that_is_equal_on_all_gateways(secret: dict[str, Any]) -> None:
+    usual = salts(A, B, **secret).usual
+    assert usual == salts(B, A, **secret).usual
+    assert len(set(usual.values())) == 2
+    assert all(HEX.fullmatch(salt.decode()) for salt in usual.values()), (
+        "vLLM takes 128 characters, none of @ / \\ NUL"
+    )
+    assert salts(A, B, C, **secret).usual["a"] == usual["a"], (
+        "a new tenant does not empty the cache of another"
+    )
+
+
+def test_different_secrets_give_different_salts() -> None:
+    asked = [salts(A, **more).usual["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})]
+    asked.append(salts(A, cache={"secret": "another-secret-of-theirs"}).usual["a"])
+    assert len(set(asked)) == 4
+
+
+def test_a_configured_secret_keeps_salts_when_a_tenants_key_changes() -> None:
+    renewed = A | {"key": "sk-new"}
+    assert salts(renewed, cache=SECRET).usual == salts(A, cache=SECRET).usual
+    assert salts(renewed).usual != salts(A).usual
+    assert salts(A | {"keys": ["sk-new"]}).usual == salts(A).usual, (
+        "a further key does not change the salt"
+    )
+
+
+@pytest.mark.parametrize("secret", [{"cache": SECRET}, {}])
+def test_tenants_of_one_group_share_a_salt_and_names_are_not_groups(
+    secret: dict[str, Any],
+) -> None:
+    usual = salts(A | {"cache_group": "c"}, B | {"cache_group": "c"}, C, **secret).usual
+    assert usual["a"] == usual["b"] != usual["c"]
+
+
+def test_without_isolation_tenants_get_no_salt() -> None:
+    off = salts(A, B, cache={"isolate": "off"})
+    assert off.usual == {}
+    assert call(CHAT, off).salt == b""
+    assert off.salt("a", b"x") == off.salt("b", b"x"), (
+        "a client's own salt still applies, equally for all tenants"
+    )
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_a_clients_salt_divides_its_own_cache_and_cannot_reach_another(
+    one: bytes, other: bytes
+) -> None:
+    found = salts(A, B, cache=SECRET)
+    mine = found.salt("a", one)
+    assert (mine == found.salt("a", other)) == (one == other)
+    assert mine not in (
+        found.salt("b", one),
+        found.salt("b", other),
+        found.usual["b"],
+        found.salt("", one),
+    )
+
+
+def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
+    found, prefixes = (
+        salts(A, B, C | {"cache_group": "g"}, cache=SECRET),
+        Prefixes(b"0" * 16, 1 << 20, 64),
+    )
+    body = CHAT | {"messages": [{"role": "user", "content": "word " * 200}]}
+
+    def keys(model: str = "demo", tenant: str = "a", **members: str) -> frozenset[int]:
+        return frozenset(prefixes.of(call(body | members, found, tenant), model).keys)
+
+    asked = [
+        keys(),
+        keys(model="other"),
+        keys(tenant="b"),
+        keys(tenant="c"),
+        keys(cache_salt="x"),
+        keys(extra_key="x"),
+    ]
+    assert len(frozenset().union(*asked)) == sum(map(len, asked)) > 0
+    assert keys() == asked[0]
+
+
+# Salts of clients
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("value", ["", "x" * (MAX_CLIENT_SALT + 1), 1, ["a"], {"a": 1}, True])
+def test_a_salt_must_be_text_of_limited_length(name: str, value: object) -> None:
+    with pytest.raises(GatewayError) as refused:
+        call(CHAT | {name: value}, salts(A))
+    assert (refused.value.failure, refused.value.param) == (Failure.BAD_REQUEST, name)
+
+
+def test_a_clients_salt_is_never_sent_unchanged() -> None:
+    found = salts(A, cache=SECRET)
+    hostile = found.usual["a"].decode()
+    asked = [
+        call(CHAT | more, found, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})
+    ]
+    asked += [call(CHAT | {"cache_salt": "@/\\\0"}, found, "")]
+    for each in asked:
+        assert hostile.encode() not in each.body
+        assert HEX.fullmatch(each.salt.decode())
+        assert each.salt != found.usual["a"]
+    assert len({each.salt for each in asked}) == 3
+
+
+def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
+    raw = json.dumps(CHAT).encode()
+    sent = parse(raw, Api.CHAT, {"demo": Model()}, Caller("req_1", "", NOTHING, 0.0, None, salts()))
+    assert sent.body is raw
+    assert sent.salt == b""
+    assert call(CHAT | {"cache_salt": None}, salts(), "").salt == b""
+
+
+# What engines receive
+
+
+def house(
+    prefill: Sequence[Script], decode: Sequence[Script], **options: Any
+) -> AbstractAsyncContextManager[Front]:
+    dialect = options.pop("dialect", "vllm_nixl")
+    return front(
+        dialect, list(prefill), list(decode), **{"tenants": [A, B], "cache": SECRET, **options}
+    )
+
+
+def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[Front]:
+    models = [{"name": MODEL, "pool": "main"}]
+    return house([], engines, **{"models": models, "decode_role": "both", **options})
+
+
+async def ask(f: Front, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
+    body = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": "word " * words}],
+        **members,
+    }
+    sent = json.dumps(body).encode() + b"\n "  # blanks may follow an object
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    async with f.http.post(
+        f"{f.app.url}/v1/chat/completions", data=sent, headers=headers
+    ) as answer:
+        return Reply(answer.status, answer.headers, await answer.read())
+
+
+@pytest.mark.parametrize(
+    ("engine", "member"), [("vllm", "cache_salt"), ("sglang", "extra_key"), ("trtllm", None)]
+)
+async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
+    engine: str, member: str | None
+) -> None:
+    async with whole(decodes, engine=engine) as f:
+        for key, more in (
+            ("sk-a", {}),
+            ("sk-b", {}),
+            ("sk-a", {"cache_salt": "x"}),
+            ("sk-a", {"cache_salt": "x"}),
+        ):
+            assert (await ask(f, key, **more)).status == 200
+        bodies = [asked.json for asked in f.decode[0].asked]
+        found = [
+            body.pop(name)
+            for body in bodies
+            for name in ("cache_salt", "extra_key")
+            if name in body
+        ]
+        assert all(body.keys() == {"model", "max_tokens", "messages"} for body in bodies)
+        usual = f.app.gateway.snapshot.salts
+        assert usual is not None
+        mine = usual.salt("a", b'["x",null]').decode()
+        assert found == (
+            [usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else []
+        )
+        assert not member or all(member.encode() in asked.body for asked in f.decode[0].asked)
+
+
+async def test_a_retry_sends_the_same_salt() -> None:
+    async with whole(refuses(503), refuses(503), decodes) as f:
+        assert (await ask(f)).status == 200
+        assert len({asked.json["cache_salt"] for half in f.decode for asked in half.asked}) == 1
+        assert sum(len(half.asked) for half in f.decode) >= 1
+
+
+async def test_a_resumed_response_keeps_its_salt() -> None:
+    shown, came = asyncio.Event(), list[Asked]()
+
+    async def breaks_first(asked: Asked) -> None:
+        """On the first request, send one token with its ids, then break; later ones succeed."""
+        came.append(asked)
+        if len(came) > 1:
+            await decodes(asked)
+            return
+        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        choice = {"index": 0, "delta": {"content": "first "}, "token_ids": [7]}
+        asked.open_stream()
+        asked.event(
+            {"model": MODEL, "prompt_token_ids": [1, 2], "choices": [choice], "usage": usage}
+        )
+        await shown.wait()
+        asked.writer.close()
+
+    models = [{"name": MODEL, "pool": "main", "resume": {}}]
+    async with whole(breaks_first, breaks_first, models=models) as f:
+        message = {"role": "user", "content": "word " * 400}
+        body = {
+            "model": MODEL,
+            "max_tokens": 8,
+            "messages": [message],
+            "stream": True,
+            "cache_salt": "mine",
+        }
+        headers = {"authorization": "Bearer sk-a"}
+        async with f.http.post(
+            f"{f.app.url}/v1/chat/completions", json=body, headers=headers
+        ) as answer:
+            assert b"first " in await answer.content.readuntil(b"\n\n")
+            shown.set()
+            assert b"[DONE]" in await answer.content.read()
+        began, rest = came
+        assert rest.json["prompt"] == [1, 2, 7]
+        assert rest.json["cache_salt"] == began.json["cache_salt"]
+        assert HEX.fullmatch(rest.json["cache_salt"])
+
+
+async def test_both_legs_of_a_split_request_have_the_same_salt() -> None:
+    async with house([prefills()], [decodes]) as f:
+        f.have_met()
+        assert (await ask(f, cache_salt="mine")).status == 200
+        assert (await ask(f, "sk-b", cache_salt="mine")).status == 200
+        legs = [[asked.json for asked in half.asked] for half in (*f.prefill, *f.decode)]
+        for prefill, decode in zip(*legs, strict=True):
+            assert prefill["cache_salt"] == decode["cache_salt"]
+            assert decode["kv_transfer_params"] == OBJECT
+        assert len({leg["cache_salt"] for leg in legs[0]}) == 2
+        await f.at_rest()
+
+
+async def test_both_sglang_engines_of_a_pair_get_the_same_extra_key() -> None:
+    async with house(
+        [decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998"
+    ) as f:
+        assert (await ask(f)).status == 200
+        (one,), (other,) = f.prefill[0].asked, f.decode[0].asked
+        assert one.json["extra_key"] == other.json["extra_key"]
+        assert "cache_salt" not in one.json
+
+
+async def test_all_keys_of_a_tenant_have_the_same_salt() -> None:
+    renewing = A | {"keys": ["sk-new"]}
+    async with whole(decodes, tenants=[renewing, B]) as f:
+        assert [(await ask(f, key)).status for key in ("sk-a", "sk-new", "sk-newer")] == [
+            200,
+            200,
+            401,
+        ]
+        assert len({asked.json["cache_salt"] for asked in f.decode[0].asked}) == 1
+
+
+# Engines reserved for tenants
+
+
+async def test_a_reserved_engine_serves_only_its_tenants() -> None:
+    async with whole(decodes, decodes, reserved=[["a"], ["b"]], policy="round_robin") as f:
+        for key in ("sk-a", "sk-b", "sk-a", "sk-a"):
+            assert (await ask(f, key)).status == 200
+        assert [len(half.asked) for half in f.decode] == [3, 1]
+
+
+async def test_a_tenant_without_an_engine_gets_an_error() -> None:
+    async with whole(decodes, reserved=[["a"]]) as f:
+        reply = await ask(f, "sk-b")
+        assert (reply.status, reply.json["error"]["code"]) == (503, "no_capacity")
+        assert "serves this tenant" in reply.json["error"]["message"]
+        assert (await ask(f)).status == 200
+
+
+async def test_a_tenant_waits_for_its_reserved_engine_when_that_is_full() -> None:
+    """Permits belong to the pool, so the reserved engine may be full while another has capacity."""
+    async with whole(decodes, decodes, reserved=[["a"], ["b"]], max_concurrency=1) as f:
+        load = f.app.gateway.endpoints.all()[0].load
+        load.in_flight += 1
+        assert (await ask(f)).status == 200
+        load.in_flight -= 1
+        await f.at_rest()

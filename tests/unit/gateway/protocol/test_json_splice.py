@@ -1,0 +1,125 @@
+"""What a dialect's edits make of a client's body: every member once, values as they were."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.protocol.json_splice import Members, edited, shape, shows_usage
+from gateway.protocol.openai import ENGINE_INTERNAL
+from kvtransfer import dialects
+from kvtransfer.dialects import Answer, Bootstrap, Edits, Handover, Identity, Terms, read_answer
+from policies.pricing.split import Shape
+
+NUMBER = 2**41
+WHO = Identity("engine-p", "10.0.0.7", 5600, 1, 1, 0)
+OBJECT = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "engine-p",
+    "remote_request_id": "r",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+CONTEXT = {"ctx_request_id": 9, "disagg_request_id": NUMBER}
+
+
+def body_of(given: dict[str, Any]) -> tuple[bytes, Members]:
+    body = json.dumps(given).encode()
+    return body, msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+
+
+def read_once(body: bytes) -> dict[str, Any]:
+    """Raises ValueError where a member stands twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError(f"a member stands twice in {[name for name, _ in pairs]}")
+        return found
+
+    read: dict[str, Any] = json.loads(body, object_pairs_hook=once)
+    return read
+
+
+def prefill_answer() -> Answer:
+    choice = {"index": 0, "text": "a", "finish_reason": "length", "disaggregated_params": CONTEXT}
+    found = read_answer(
+        json.dumps({"choices": [choice], "kv_transfer_params": OBJECT, "prompt_token_ids": [1, 2]}).encode()
+    )
+    assert isinstance(found, Answer)
+    return found
+
+
+def both_legs(name: str, *, chat: bool) -> list[Edits]:
+    dialect = dialects.named(name)
+    terms = Terms("req_1", NUMBER, chat, "10.0.0.7", Bootstrap("10.0.0.7", 8998), WHO)
+    handover = dialect.decode(terms, prefill_answer())
+    assert isinstance(handover, Handover), handover
+    return [dialect.prefill(terms), handover.edits]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("name", sorted(dialects.DIALECTS))
+def test_whatever_a_client_sends_no_member_stands_twice_in_what_an_engine_gets(name: str, chat: bool) -> None:
+    legs = both_legs(name, chat=chat)
+    put = {member for edits in legs for member in json.loads(b"{" + edits.put[1:] + b"}")}
+    known = dialects.known_members("trtllm", chat=chat) or frozenset()
+    given = dict.fromkeys((put | known) - ENGINE_INTERNAL, 7) | {"model": "demo", 'an "odd" näme': 1}
+    for edits in legs:
+        sent = read_once(edited(*body_of(given), edits, None))
+        assert sent.items() >= json.loads(b"{" + edits.put[1:] + b"}").items()
+        assert not sent.keys() & (edits.drop - put)
+
+
+def test_values_pass_as_they_came_and_only_the_models_name_is_another() -> None:
+    given = {"model": "demo", "messages": [{"role": "user", "content": 'a\u2028b \\ "'}], "temperature": 1e-7}
+    changed = edited(*body_of(given), Edits(b',"kv_transfer_params":{}', frozenset({"stream"})), 'an "engine\'s"')
+    assert read_once(changed) == {**given, "model": 'an "engine\'s"', "kv_transfer_params": {}}
+
+
+def test_what_is_only_added_is_spliced_in_behind_the_clients_own_bytes() -> None:
+    body, members = body_of({"model": "demo", "prompt": "x"})
+    assert edited(body, members, Edits(b',"bootstrap_room":1'), None) == body[:-1] + b',"bootstrap_room":1}'
+    assert edited(body, members, Edits(), None) == body
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"messages": []}, Shape()),
+        ({"max_tokens": 5}, Shape(max_tokens=5)),
+        ({"max_tokens": 5, "max_completion_tokens": 1}, Shape(max_tokens=1)),
+        ({"max_tokens": 5, "max_completion_tokens": None}, Shape(max_tokens=5)),
+        ({"n": 2, "best_of": None}, Shape(choices=2)),
+        ({"n": 1, "best_of": 3}, Shape(choices=3)),
+        ({"prompt": "a"}, Shape()),
+        ({"prompt": [1, 2]}, Shape()),
+        ({"prompt": ["a", "b"]}, Shape(prompts=2)),
+        ({"prompt": [[1], [2], [3]]}, Shape(prompts=3)),
+        ({"prompt": "a", "echo": True}, Shape(scores_prompt=True)),
+        ({"prompt": "a", "echo": False, "prompt_logprobs": None}, Shape()),
+        ({"prompt_logprobs": 0}, Shape(scores_prompt=True)),
+    ],
+)
+def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(given: dict[str, Any], expected: Shape) -> None:
+    assert shape(body_of(given)[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, True),
+        ({"stream": False}, True),
+        ({"stream": True}, False),
+        ({"stream": True, "stream_options": {"include_usage": True}}, True),
+        ({"stream": True, "stream_options": {"include_usage": False}}, False),
+        ({"stream": True, "stream_options": None}, False),
+    ],
+)
+def test_token_counts_are_shown_but_in_streams_that_do_not_ask_for_them(given: dict[str, Any], shown: bool) -> None:
+    assert shows_usage(body_of(given)[1]) == shown

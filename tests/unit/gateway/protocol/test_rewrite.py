@@ -1,0 +1,129 @@
+"""Responses rewritten as they stream: the same bytes however they are cut, and little held."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.protocol.relay import UpstreamBroke
+from gateway.protocol.resume_terms import Terms
+from gateway.protocol.rewrite import HELD_EVENT, Corrector, Renamer
+from gateway.protocol.token_ledger import MOST_EVENT, Recorder
+
+PARTS = st.lists(
+    st.sampled_from(
+        [
+            b'{"model":"served"',
+            b'"model": \n "served"',
+            b'"model":"other"',
+            b'"cached_tokens": 17',
+            b'"cached_tokens":4',
+            b"5",
+            b'\\"model\\":\\"served\\"',
+            b'"model',
+            b"\n\n",
+            b"\r\n\r\n",
+            b"x" * 300,
+            b"x" * HELD_EVENT,
+        ]
+    ),
+    max_size=12,
+)
+
+
+def in_pieces(renamer: Renamer, text: bytes, cuts: list[int], *, sse: bool) -> bytes:
+    ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    out = [renamer.feed(text[a:b], sse=sse, ended=False) for a, b in pairwise(ends)]
+    return b"".join([*out, renamer.feed(b"", sse=sse, ended=True)])
+
+
+@given(PARTS, st.lists(st.integers(0, 10**6), max_size=8), st.booleans())
+def test_a_response_is_rewritten_the_same_however_it_is_cut(
+    parts: list[bytes], cuts: list[int], sse: bool
+) -> None:
+    text = b"".join(parts)
+    named = re.sub(rb'("model":\s*)"served"', rb'\1"mine"', text)
+    counted = re.sub(rb'("cached_tokens":\s*)\d+', rb"\g<1>999", named)
+    assert in_pieces(Renamer("served", "mine"), text, cuts, sse=sse) == named
+    corrector = Corrector("served", "mine")
+    corrector.cached_tokens = 999
+    assert in_pieces(corrector, text, cuts, sse=sse) == counted
+
+
+@pytest.mark.parametrize("sse", [False, True])
+def test_little_of_a_long_response_is_held(sse: bool) -> None:
+    """Holding all of it and copying it on every read would block the event loop for seconds."""
+    renamer, piece, out = Renamer("served", "mine"), b"x" * 50_000, 0
+    out += len(renamer.feed(b'data: {"model":"served",', sse=sse, ended=False))
+    for _ in range(100):
+        out += len(renamer.feed(piece, sse=sse, ended=False))
+        assert len(renamer._pending) <= HELD_EVENT
+    assert out > 100 * len(piece) - HELD_EVENT
+    assert renamer.mid_event is sse
+    renamer.feed(b"}\n\n", sse=sse, ended=False)
+    assert not renamer.mid_event
+
+
+def test_whole_events_are_released_and_a_partial_one_is_held() -> None:
+    renamer = Renamer("served", "mine")
+    assert renamer.feed(b'data: {"model":"served"}\n\ndata: {"mod', sse=True, ended=False) == (
+        b'data: {"model":"mine"}\n\n'
+    )
+    assert not renamer.mid_event
+    assert renamer.feed(b'el":"served"}\r', sse=True, ended=False) == b""
+    assert renamer.feed(b"\n\r\n", sse=True, ended=False) == b'data: {"model":"mine"}\r\n\r\n'
+
+
+class CountingLedger:
+    """A ledger that only counts how often it is rolled back."""
+
+    obstacle = ""
+    done = False
+
+    def __init__(self) -> None:
+        self.terms: Terms | None = None
+        self.back = 0
+
+    def mark(self) -> None: ...
+
+    def take_back(self) -> None:
+        self.back += 1
+
+
+def recorder() -> Recorder:
+    return Recorder(CountingLedger(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine")  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_a_recorder_sees_whole_events_however_they_are_cut(
+    sizes: list[int], cuts: list[int]
+) -> None:
+    for end in (b"\n\n", b"\r\n\r\n"):
+        text = b"".join(b'data: {"a":"%b"}%b' % (b"x" * size, end) for size in sizes)
+        assert in_pieces(recorder(), text, cuts, sse=True) == b"".join(
+            b"%d " % size for size in sizes
+        )
+
+
+def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
+    seen, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
+    for piece in pieces[:-1]:
+        assert seen.feed(piece, sse=True, ended=False) == b""
+        assert all(len(each) <= 10_000 for each in seen._unfinished)
+    assert seen.feed(pieces[-1], sse=True, ended=False) == b"5000000 "
+    assert not seen._unfinished
+
+
+def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
+    seen = recorder()
+    for _ in range(MOST_EVENT // 100_000):
+        seen.feed(b"x" * 100_000, sse=True, ended=False)
+    with pytest.raises(UpstreamBroke, match="event of more than"):
+        seen.feed(b"x" * 100_000, sse=True, ended=False)

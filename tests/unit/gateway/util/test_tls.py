@@ -1,0 +1,265 @@
+"""TLS settings: problems of certificate files, and the contexts created from them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config import ConfigError, Loaded, examine
+from gateway.config.diff import changes
+from gateway.config.tls_files import certificates
+from gateway.config.tls_sections import ListenerTls
+from gateway.http.tls_listener import TlsListener, TlsListeners
+from gateway.reload.reloader import _bound
+from gateway.util import tls
+from tests.authority import Authority, Files
+
+JANUARY_2020 = 1577836800.0
+
+CONFIG = """version: 1
+listeners:
+  api:
+    tls:
+      certificate: {certificate}
+      key: {key}
+{more}pools:
+  main:
+    endpoints:
+      - url: http://a:1
+"""
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def good(authority: Authority) -> Files:
+    return authority.issue("server", "localhost")
+
+
+def written(
+    folder: Path, certificate: str = "server.pem", key: str = "server.key", more: str = ""
+) -> Path:
+    file = folder / "penstock.yaml"
+    file.write_text(CONFIG.format(certificate=certificate, key=key, more=more))
+    return file
+
+
+def problems(file: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        examine(file, {})
+    return [f"{each.line}:{each.col} {each.path} {each.message}" for each in caught.value.problems]
+
+
+def test_relative_paths_start_at_the_folder_of_the_configuration(
+    tmp_path: Path, good: Files
+) -> None:
+    section = examine(written(tmp_path), {}).config.listeners.api.tls
+    assert section is not None
+    assert (section.certificate, section.key) == (str(good.certificate), str(good.key))
+
+
+def test_a_missing_file_is_an_error_at_its_line_and_column(tmp_path: Path, good: Files) -> None:
+    found = problems(written(tmp_path, certificate="none.pem"))
+    assert len(found) == 1
+    assert found[0].startswith("5:20 listeners.api.tls.certificate ")
+    assert found[0].endswith("none.pem cannot be read: No such file or directory")
+
+
+@pytest.mark.usefixtures("good")
+def test_a_key_of_another_certificate_is_an_error(tmp_path: Path, authority: Authority) -> None:
+    authority.issue("other", "localhost")
+    found = problems(written(tmp_path, key="other.key"))
+    assert found == ["6:12 listeners.api.tls.key does not belong to the certificate"]
+
+
+def test_an_expired_certificate_is_a_warning_with_its_date(
+    tmp_path: Path, authority: Authority
+) -> None:
+    authority.issue("server", "localhost", expired=True)
+    (warning,) = examine(written(tmp_path), {}).warnings
+    message = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+    assert (warning.line, warning.col, warning.path) == (5, 20, "listeners.api.tls.certificate")
+    assert warning.message == message
+
+
+def test_certificates_are_listed_with_their_expiry_and_problems(
+    tmp_path: Path, authority: Authority
+) -> None:
+    authority.issue("server", "localhost", expired=True)
+    config = examine(written(tmp_path), {}).config
+    (found,) = certificates(config, JANUARY_2020 + 60)
+    assert (found.path, found.file) == (
+        "listeners.api.tls.certificate",
+        str(tmp_path / "server.pem"),
+    )
+    assert (found.not_after, found.doubt) == (JANUARY_2020 + 86400, None)
+    (early,) = certificates(config, JANUARY_2020 - 1)
+    assert early.doubt == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
+    (late,) = certificates(config, JANUARY_2020 + 86401)
+    assert late.doubt == "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+
+
+def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
+    """Return a listener for the configuration, and a function that reloads the file."""
+
+    def section() -> ListenerTls:
+        found = examine(file, {}).config.listeners.api.tls
+        assert found is not None
+        return found
+
+    made = TlsListener(section(), asyncio.Protocol, 1.0, lambda: None)
+    return made, lambda: made.follow(section())
+
+
+def test_a_listener_starts_with_an_expired_certificate_and_logs_its_date(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority.issue("server", "localhost", expired=True)
+    made, follow = listener(written(tmp_path))
+    assert made.not_after == JANUARY_2020 + 86400
+    assert "server.pem expired on 2020-01-02" in caplog.text
+    authority.issue("server", "localhost")
+    follow()
+    assert made.not_after > time.time()
+
+
+def test_a_valid_certificate_is_not_replaced_by_an_expired_one(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority.issue("server", "localhost")
+    made, follow = listener(written(tmp_path))
+    before = made.not_after
+    authority.issue("server", "localhost", expired=True)
+    follow()
+    assert made.not_after == before
+    assert "cannot be used: it has expired" in caplog.text
+
+
+@pytest.mark.usefixtures("good")
+def test_files_with_other_content_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "text.pem").write_text("text")
+    assert problems(written(tmp_path, certificate="text.pem")) == [
+        "5:20 listeners.api.tls.certificate holds no certificate in PEM form"
+    ]
+    assert problems(written(tmp_path, key="text.pem")) == [
+        "6:12 listeners.api.tls.key is not a private key in PEM form, "
+        "or key_password does not decrypt it"
+    ]
+    assert problems(written(tmp_path, more="      client_ca: text.pem\n")) == [
+        "7:18 listeners.api.tls.client_ca holds no certificate in PEM form"
+    ]
+
+
+@pytest.mark.usefixtures("good")
+def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
+    found = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
+    assert found == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
+
+
+@pytest.mark.usefixtures("good")
+def test_a_replaced_file_is_a_change_without_restart(tmp_path: Path, authority: Authority) -> None:
+    before = examine(written(tmp_path), {})
+    authority.issue("server", "localhost")
+    after = examine(written(tmp_path), {})
+    assert before.digest != after.digest
+    found = changes(before, after)
+    assert [str(each) for each in found] == [
+        "listeners.api.tls.certificate: server.pem has another value now",
+        "listeners.api.tls.key: server.key has another value now",
+    ]
+    assert _bound(found) == ()
+
+
+@pytest.mark.usefixtures("good")
+def test_enabling_or_disabling_tls_needs_a_restart(tmp_path: Path) -> None:
+    encrypted = examine(written(tmp_path), {})
+    file = tmp_path / "plain.yaml"
+    file.write_text("version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n")
+    assert _bound(changes(encrypted, examine(file, {}))) == ("listeners.api.tls",)
+
+
+def test_missing_files_are_watched_too(tmp_path: Path, good: Files) -> None:
+    assert {good.certificate, good.key} <= set(examine(written(tmp_path), {}).references)
+    with pytest.raises(ConfigError) as caught:
+        examine(written(tmp_path, key="none.key"), {})
+    assert tmp_path / "none.key" in caught.value.references
+
+
+def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key(good.key.read_bytes(), None)
+    sealed = serialization.BestAvailableEncryption(b"open sesame")
+    good.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
+    )
+    assert problems(written(tmp_path)) == [
+        "6:12 listeners.api.tls.key is not a private key in PEM form, "
+        "or key_password does not decrypt it"
+    ]
+    file = written(tmp_path, more="      key_password: ${WORD}\n")
+    loaded = examine(file, {"WORD": "open sesame"})
+    assert "sesame" not in repr(loaded)
+    assert "sesame" not in repr(
+        loaded.config.listeners.api.tls and loaded.config.listeners.api.tls.settings
+    )
+
+
+def test_the_validity_period_is_that_of_the_certificate(authority: Authority) -> None:
+    files = authority.issue("old", "old.example.org", "*.old.example.org", expired=True)
+    times = tls.valid_times(tls.KeyPair(str(files.certificate), str(files.key)))
+    assert times.not_after - times.not_before == 86400
+    assert times.names == ("old.example.org", "*.old.example.org")
+
+
+def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Files) -> None:
+    pair = tls.KeyPair(str(good.certificate), str(good.key))
+    context = tls.server_context(tls.ServerSettings((pair,)))
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    old = [each["name"] for each in context.get_ciphers() if each["protocol"] != "TLSv1.3"]
+    assert old
+    assert all(name.startswith("ECDHE-") and ("GCM" in name or "CHACHA20" in name) for name in old)
+
+
+@pytest.mark.parametrize(
+    ("tail", "path"),
+    [
+        (
+            "      - {url: 'https://a', tls: {verify: false}}\n",
+            "pools.main.endpoints[0].tls.verify",
+        ),
+    ],
+)
+def test_disabled_verification_causes_a_warning(tmp_path: Path, tail: str, path: str) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
+    loaded: Loaded = examine(file, {})
+    assert [each.path for each in loaded.warnings] == [path]
+
+
+def test_a_plain_listener_uses_its_http_protocols_directly() -> None:
+    nothing: Any = None
+    assert (
+        TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol)
+        is asyncio.Protocol
+    )
+
+
+def test_tls_of_an_endpoint_needs_an_https_url(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(
+        "version: 1\npools:\n  main:\n    endpoints:\n"
+        "      - {url: 'http://a', tls: {verify: false}}\n"
+    )
+    assert problems(file) == [
+        "5:9 pools.main.endpoints[0] tls needs a url that begins with https://"
+    ]

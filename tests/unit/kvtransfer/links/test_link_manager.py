@@ -1,0 +1,487 @@
+"""Which links are accepted, for how long, and whether a better transport leads to the same peer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from kvtransfer.contract import Link, LinkOwner, TransportError
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.links.link_manager import Switchboard
+from kvtransfer.links.peer_link import Dialling, Line
+from kvtransfer.protocol.messages import Beat, Card, Message
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.session import Session
+from kvtransfer.transfer.stats import Tally
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.clock import ThreadClock
+from kvtransfer.util.options import Options
+from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups, until
+from tests.contract.kvtransfer.links import PATIENCE_S
+
+
+class FakeLink:
+    """The part of a link that LinkManager uses."""
+
+    transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
+
+
+def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:
+    link, options = FakeLink(), Options(handshake_s=2.0)
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
+    )  # type: ignore[arg-type]
+    for at in range(1, 19):
+        link.received_bytes = at
+        assert not line.silent(10.0 + at / 10, 0.0, options)
+    assert line.silent(12.0, 0.0, options)
+    line.up = True
+    assert not line.silent(12.0, 0.0, options)
+
+
+def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason, str]]]:
+    """Return a LinkManager whose sink records failed links."""
+    heard: list[tuple[str, Reason, str]] = []
+    book = Mock()
+    book.unlinked = lambda address, reason, detail, now: (
+        heard.append((address, reason, detail)) or []
+    )
+    clock = Mock(now=lambda: 0.0, aside=lambda work: work())
+    made = Switchboard(
+        KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None
+    )  # type: ignore[dict-item]
+    made.card = Card("d", bytes(16), SMALL)
+    return made, heard
+
+
+def test_a_link_that_ends_during_its_dial_is_reported_at_once() -> None:
+    link = Mock(transport="tcp", lanes=1)
+
+    def dial(where: str) -> object:
+        made.lose(link, Reason.LINK_LOST, "the peer closed the link")
+        return link
+
+    made, heard = switchboard(Mock(dial=dial))
+    made.dial("h:1")
+    dial_again(made)
+    assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
+    assert len(made) == 0
+    assert not made._ended_early
+    assert link.close.call_count == 4
+
+
+def dial_again(made: Switchboard) -> int:
+    """Run the postponed dials, and those that they postpone. Returns their number."""
+    count, timers = 0, made._clock.call_at
+    while timers.call_args_list:  # type: ignore[attr-defined]
+        calls = list(timers.call_args_list)  # type: ignore[attr-defined]
+        timers.reset_mock()  # type: ignore[attr-defined]
+        for call in calls:
+            count += 1
+            call.args[1]()
+    return count
+
+
+def test_a_peer_that_closes_before_its_proof_is_dialled_four_times() -> None:
+    links = [Mock(transport="tcp", lanes=1, peer="h:1") for _ in range(5)]
+    transport = Mock(dial=Mock(side_effect=links))
+    made, heard = switchboard(transport)
+    made.dial("h:1")
+    for link in links[:4]:
+        assert not heard
+        made.lose(link, Reason.LINK_LOST, "closed")
+        dial_again(made)
+    assert heard == [("h:1", Reason.LINK_LOST, "closed")]
+    assert transport.dial.call_count == 4
+
+
+def test_a_peer_with_another_key_is_not_dialled_again() -> None:
+    link = Mock(transport="tcp", lanes=1, peer="h:1")
+    transport = Mock(dial=Mock(return_value=link))
+    made, heard = switchboard(transport)
+    made.dial("h:1")
+    made.lose(link, Reason.WRONG_KEY, "invalid seal")
+    assert heard == [("h:1", Reason.WRONG_KEY, "invalid seal")]
+    assert not dial_again(made)
+
+
+def test_a_lane_needs_its_links_transport_and_peer() -> None:
+    made, _ = switchboard(Mock())
+    stranger, first, lane = (
+        Line(
+            Mock(transport="tcp", lanes=1),
+            Session(KEY, bytes(16), made.card, dialled=False),
+            None,
+            0.0,
+        )
+        for _ in range(3)
+    )
+    made._peer_links = {line.link: line for line in (stranger, first, lane)}
+    first.session.peer = lane.session.peer = made.card
+    stranger.session.greeting = first.session.greeting = lane.session.lane_of = b"g" * 16
+    assert made._lane_owner(lane) is first
+    assert made._lane_error(lane) is None
+    assert len(made) == 2
+    lane.link.transport = "rdma"
+    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
+
+
+def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, _ = switchboard(Mock())
+    first = up(made, proven(made.card))
+    for _ in range(10):
+        lane = up(made, proven(made.card, b"g" * 16))
+        lane.first = first
+        first.lanes.append(lane)
+        made.lose(lane.link, Reason.LINK_LOST, "gone")
+        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+    assert caplog.text.count("a lane to") == 3
+
+
+def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
+    line = Line(
+        Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
+    )
+    line.up = line.linked = True
+    made._peer_links[line.link] = line
+    return line
+
+
+def proven(peer: Card, lane_of: bytes = b"") -> Session:
+    session = Session(KEY, bytes(16), peer, dialled=True, lane_of=lane_of)
+    session.peer = peer
+    return session
+
+
+def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
+    """A link that may be replaced by a better one gets no lanes."""
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    line.linked = False
+    made._handle(line, Beat(), 0.0)
+    transport.dial.assert_not_called()
+    line.linked = True
+    made._handle(line, Beat(), 0.0)
+    transport.dial.assert_called_once_with("h:1")
+
+
+def test_only_one_lane_is_dialled_at_a_time() -> None:
+    """The time to retry a lost lane may come while another is being dialled."""
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    line.seeking = True
+    made._retry_lane(line, "lost")
+    transport.dial.assert_not_called()
+    line.seeking = False
+    made._retry_lane(line, "lost")
+    transport.dial.assert_called_once_with("h:1")
+    del made._peer_links[line.link]
+    made._retry_lane(line, "lost")
+    transport.dial.assert_called_once_with("h:1")
+
+
+def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
+    transport = Mock(dial=Mock(side_effect=TransportError("no")))
+    made, _ = switchboard(transport)
+    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    made._dial_lane(line)
+    for _ in range(5):
+        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+    assert transport.dial.call_count == 3
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
+    used: bool,
+) -> None:
+    """A device in between may acknowledge bytes and drop them."""
+    made, _ = switchboard(Mock())
+    first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
+    lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
+    lane.heard = first.seeking = True  # the next lane is being dialled
+    first.lanes.append(lane)
+    first.link.received_bytes = 1
+    made._beat(0.0)
+    assert [line.link.send.call_count for line in (first, lane)] == [1, 1]  # type: ignore[attr-defined]
+    first.link.received_bytes = 2
+    made._clock.now = lambda: 0.75  # type: ignore[method-assign]
+    made._clock.call_at.reset_mock()  # type: ignore[attr-defined]
+    made._beat(0.75)
+    lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
+    assert list(made._peer_links) == [first.link]
+    assert first.seeking
+    assert made._sink.leave.call_count == used  # type: ignore[attr-defined]
+    (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
+    assert then == pytest.approx(0.75 + 0.75)
+    end()
+    assert list(made._peer_links) == ([] if used else [first.link])
+
+
+@pytest.mark.parametrize("astray", [True, False])
+def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> None:
+    made, _ = switchboard(Mock())
+    there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
+    first = up(made, proven(there))
+    lane = up(
+        made,
+        proven(made.card if astray else there, b"g" * 16),
+        Dialling(Mock(), "h:1", "h:1", lane_of=first),
+    )
+    if not astray:
+        del made._peer_links[first.link]
+    lane.up = lane.linked = False
+    made._prove(lane)
+    lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
+    first.link.widen.assert_not_called()  # type: ignore[attr-defined]
+    assert lane.link not in made._peer_links
+    assert made._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
+
+
+def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
+    made, heard = switchboard(
+        Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0))
+    )
+    made.dial("h:1")
+    made._clock.now = lambda: 2.5  # type: ignore[method-assign]
+    made._beat(2.5)
+    assert heard == [("h:1", Reason.SILENT, "silent for 2.0 s")]
+
+
+def test_any_error_in_a_dial_is_reported() -> None:
+    made, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
+    made.dial("h:1")
+    assert heard == [("h:1", Reason.UNREACHABLE, "a bug")]
+
+
+def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
+    line = Line(
+        FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
+    line.up = line.hearing = True
+    assert not line.silent(100.0, 0.0, Options())
+    line.hearing = False
+    assert not line.silent(100.5, 0.0, Options())
+    assert line.silent(101.0, 0.0, Options())
+
+
+def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
+    link = FakeLink()
+    line = Line(
+        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    )  # type: ignore[arg-type]
+    line.up, link.received_bytes = True, 1
+    assert not line.silent(10.0, 9.0, Options())
+    assert line.silent(11.0, 0.0, Options())
+
+
+class MisleadingShm(Shm):
+    """Shared memory that reports another agent's address, as 127.0.0.1 of another host would."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._wrong = address
+
+    def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
+        super().start(owner, regions)
+        return self._wrong
+
+
+async def started(name: str, *ways: Tcp | Shm) -> Group:
+    made = group(name, SMALL, list(ways), options=PATIENT)
+    await made.agent.start()
+    return made
+
+
+async def test_a_better_link_to_another_agent_is_not_used() -> None:
+    other_way = Shm()
+    other = await started("other", Tcp(), other_way)
+    meant = await started("meant", Tcp(), MisleadingShm(other.agent._board.card.addresses["shm"]))
+    sink = await started("d", Tcp(), Shm())
+    other.agent.offer("r", [1], 16, public=True)
+    offer = meant.agent.offer("r", [1], 16, public=True)
+    end = await asyncio.wait_for(
+        sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S
+    )
+    assert (end.landed, end.transport) == (True, "tcp")
+    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
+    assert sink.agent.figures()["faults"] == {"fallback": 1}
+    for each in (sink, meant, other):
+        await each.agent.close()
+
+
+class SlowDialShm(Shm):
+    """Shared memory whose first dial waits for `go`, and then may fail."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.dialling, self.go, self._fails = threading.Event(), threading.Event(), fails
+
+    def dial(self, address: str) -> Link:
+        first = not self.dialling.is_set()
+        self.dialling.set()
+        assert self.go.wait(PATIENCE_S)
+        if first and self._fails:
+            raise TransportError("no memory")
+        return super().dial(address)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails: bool) -> None:
+    """Transfers that waited for it have ended; later ones wait for another link."""
+    late = SlowDialShm(fails)
+    source, sink = await started("p", Tcp(), Shm()), await started("d", Tcp(), late)
+    source.agent.offer("r", [1], 16, public=True)
+    landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
+    assert await asyncio.to_thread(late.dialling.wait, PATIENCE_S)
+    (lost,) = sink.agent._board._peer_links
+    sink.agent.lost(lost, "gone")
+    assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
+    again = sink.agent.fetch(source.agent.address, "r", [1], 16)
+    late.go.set()
+    end = await asyncio.wait_for(again.ended(), PATIENCE_S)
+    assert (end.landed, end.transport) == (True, "shm")
+    await until(lambda: sink.agent.figures()["links"] == 1)
+    for each in (sink, source):
+        await each.agent.close()
+
+
+@pytest.mark.parametrize("sink_loses", [True, False])
+async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up(
+    sink_loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat finds it silent while its thread handles the last handshake message."""
+    answer, hit = Session.answer, threading.Event()
+    async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
+        here = (sink if sink_loses else source).agent
+        source.agent.offer("r", [2], 16, public=True)
+
+        def loses(session: Session, data: bytes) -> tuple[Message | None, bytes | None]:
+            answered = answer(session, data)
+            if session.peer is not None and session.dialled is sink_loses and not hit.is_set():
+                hit.set()
+                (link,) = here._board._peer_links
+                here.lost(link, "silent")
+            return answered
+
+        monkeypatch.setattr(Session, "answer", loses)
+        lost = sink.agent.fetch(source.agent.address, "r", [1], 16)
+        end = await asyncio.wait_for(lost.ended(), PATIENCE_S)
+        # The sink dials again while it has used no link for it.
+        assert end.landed if sink_loses else end.reason is Reason.LINK_LOST
+        source.agent.offer("s", [1], 16, public=True)
+        landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert list(source.agent._source._outlets) == list(source.agent._board._peer_links)
+
+
+async def test_dialled_links_do_not_count_as_unproven() -> None:
+    async with groups(
+        "tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]
+    ) as (
+        one,
+        two,
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
+            await until(lambda: bool(one.agent.figures()["links"]))
+            one.agent.offer("r", [1], 16, public=True)
+            assert (
+                await asyncio.wait_for(
+                    two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S
+                )
+            ).landed
+            waits.cancel()
+
+
+async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def fails(line: Line, *_: object) -> bool:
+        if line.dialling is not None or failed.is_set():
+            return False
+        failed.set()
+        raise RuntimeError("once")
+
+    brisk = Options(beat_s=0.02, misses=500)
+    async with groups("tcp", SMALL, SMALL, options=[brisk, brisk]) as (source, sink):
+        offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        (link,) = sink.agent._board._peer_links
+        monkeypatch.setattr(Line, "silent", fails)
+        assert await asyncio.to_thread(failed.wait, PATIENCE_S)
+        heard = link.received_bytes
+        await until(lambda: link.received_bytes > heard + 100)
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+async def test_after_a_link_without_a_thread_the_next_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process at its thread limit must keep accepting later."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name.startswith("kv-tcp-127.0.0.1"):
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with groups("tcp", SMALL, SMALL) as (source, sink):
+        host, _, port = source.agent.address.rpartition(":")
+        monkeypatch.setattr(threading.Thread, "start", no_more)
+        with socket.create_connection((host, int(port))) as sock:
+            assert await asyncio.to_thread(refused.wait, PATIENCE_S)
+            assert await asyncio.to_thread(sock.recv, 1) == b""
+        monkeypatch.undo()
+        source.agent.offer("r", [1], 16, public=True)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+async def test_without_a_thread_to_dial_a_landing_ends_and_the_next_one_dials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with groups("tcp", SMALL, SMALL) as (source, sink):
+        source.agent.offer("r", [1], 16, public=True)
+
+        def aside(clock: ThreadClock, call: object) -> NoReturn:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(ThreadClock, "aside", aside)
+        end = await asyncio.wait_for(
+            sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S
+        )
+        assert end.reason is Reason.UNREACHABLE
+        monkeypatch.undo()
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.parametrize(
+    "words", [{"name": ""}, {"name": "x" * 257}, {"name": "\ud800"}, {"ticket": "t" * 1025}]
+)
+async def test_unencodable_text_ends_no_link(words: dict[str, str]) -> None:
+    async with groups("inproc", SMALL, SMALL) as (source, sink):
+        offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
+        landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
+        with pytest.raises(ValueError, match=r"characters|surrogates"):
+            sink.agent.fetch(
+                source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket")
+            )
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed

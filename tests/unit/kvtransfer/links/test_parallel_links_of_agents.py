@@ -1,0 +1,339 @@
+"""Lanes as agents open, maintain and lose them: every request still has exactly one end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from kvtransfer.contract import Link
+from kvtransfer.links import link_manager
+from kvtransfer.links.link_manager import Switchboard
+from kvtransfer.links.peer_link import Dialling, Line
+from kvtransfer.protocol.messages import Stop
+from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.session import Session
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.options import Options
+from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
+from tests.contract.kvtransfer.links import LANES, PATIENCE_S
+from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the times until failed lanes are retried and used ones end their link."""
+    later = Switchboard._later
+    monkeypatch.setattr(Switchboard, "_later", lambda self, _, call: later(self, 0.05, call))
+
+
+async def moved(source: Group, sink: Group, name: str) -> None:
+    """Transfer one request's KV and check every byte."""
+    cache = Cache(SMALL, 64, seed=4)
+    cache.write(SMALL, source.regions, [1, 2, 3, 4])
+    offer = source.agent.offer(name, [1, 2, 3, 4], 64)
+    landing = sink.agent.fetch(source.agent.address, name, [7, 9, 11, 2], 64, ticket=offer.ticket)
+    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+    assert end.landed, end
+    assert not cache.differs(SMALL, sink.regions, [7, 9, 11, 2])
+    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
+
+
+def lines(group: Group) -> list[Line]:
+    return list(group.agent._board._peer_links.values())
+
+
+def first_of(group: Group) -> Line:
+    """Return the only link that is no lane."""
+    (found,) = (line for line in lines(group) if line.first is None)
+    return found
+
+
+async def until_lanes(group: Group, count: int) -> None:
+    """Wait until the only link has this many lanes, and nothing is pending."""
+    board = group.agent._board
+
+    def there() -> bool:
+        with board._lock:
+            found = lines(group)
+            links = [line for line in found if line.first is None]
+            if len(links) != 1 or len(found) != 1 + count or board._dials:
+                return False
+            (link,), lanes = links, {line for line in found if line.first is not None}
+            return lanes == set(link.lanes) and {line.link for line in lanes} == set(
+                lanes_of(link.link)
+            )
+
+    await until(there)
+    assert len(board) == group.agent.figures()["links"] == 1
+
+
+@asynccontextmanager
+async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
+    """Yield a source and a sink whose link has all its lanes, none used yet."""
+    async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        yield [source, sink]
+
+
+# ---- opened
+
+
+async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seek, under_way = Switchboard._start_dial, []
+
+    def counted(self: Switchboard, dialling: Dialling) -> None:
+        seek(self, dialling)
+        under_way.append(self._dials)
+
+    monkeypatch.setattr(Switchboard, "_start_dial", counted)
+    async with with_lanes() as (source, sink):
+        assert under_way == [1] * LANES
+        assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
+        await moved(source, sink, "b")
+
+
+async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
+    """A lane could overtake the proof on the first link, and belong to an unknown link."""
+    silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
+    async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
+        landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
+        board = sink.agent._board
+        await until(lambda: any(line.linked for line in board._peer_links.values()))
+        await asyncio.sleep(0.1)
+        assert (len(board), board._dials) == (1, 0)
+        await until_lanes(sink, 0)
+        source.agent.offer("a", [1], 16, public=True)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        assert source.agent.figures()["refused"] == {}
+
+
+def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes]) -> None:
+    """Return the owners that the sinks' lanes name."""
+    greeting = Switchboard._greeting
+
+    def wrong(self: Switchboard, link: Link, dialling: Dialling) -> Session:
+        session = greeting(self, link, dialling)
+        if session.lane_of:
+            session.lane_of = lane_of(session)
+        return session
+
+    monkeypatch.setattr(Switchboard, "_greeting", wrong)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("itself", [True, False])
+async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
+    itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is retried a few times, each time with a log line at the sink."""
+    greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: caplog.text.count("a lane to") == 3)
+        await asyncio.sleep(0.2)
+        assert source.agent.figures()["refused"] == {Reason.LINK_LOST: 3}
+        for each in (source, sink):
+            await until_lanes(each, 0)
+        await moved(source, sink, "b")
+
+
+async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with groups("lanes", SMALL, SMALL, SMALL) as (source, sink, thief):
+        await moved(source, sink, "a")
+        for each in (source, sink):
+            await until_lanes(each, LANES - 1)
+        theirs = first_of(sink).session.greeting
+        greets(monkeypatch, lambda session: theirs)
+        offer = source.agent.offer("b", [1], 16)
+        landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        assert {
+            line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None
+        } == {
+            "p1": LANES - 1,
+            "p2": 0,
+        }
+
+
+async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Session] = []
+
+    def of_the_one_before(session: Session) -> bytes:
+        made.append(session)
+        return made[-2].greeting if len(made) > 1 else session.lane_of
+
+    greets(monkeypatch, of_the_one_before)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        assert len(first_of(source).lanes) == 1
+
+
+async def test_a_source_refuses_lanes_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_manager, "MOST_LANES", LANES - 1)
+    async with groups("lanes", SMALL, SMALL) as (source, sink):
+        await moved(source, sink, "a")
+        await until(lambda: source.agent.figures()["refused"] == {Reason.PROTOCOL: 1})
+        for each in (source, sink):
+            await until_lanes(each, LANES - 2)
+        await moved(source, sink, "b")
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_lane_that_cannot_be_dialled_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dial, dialled = Tcp.dial, []
+
+    def fails_once(self: Tcp, address: str) -> Link:
+        dialled.append(address)
+        if len(dialled) == 2:
+            raise link_manager.TransportError("no route for once")
+        return dial(self, address)
+
+    monkeypatch.setattr(Tcp, "dial", fails_once)
+    async with with_lanes():
+        assert len(dialled) == LANES + 1
+        assert "failed: no route for once" in caplog.text
+
+
+# ---- alive
+
+
+async def test_beats_go_by_lanes_as_by_links() -> None:
+    """A device between two hosts may drop an idle connection."""
+    often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
+    async with with_lanes(often) as (source, sink):
+        for each in (source, sink):
+            before = [line.link.received_bytes for line in lines(each)]
+            await until(
+                lambda each=each, before=before: all(
+                    line.link.received_bytes > heard + 100
+                    for line, heard in zip(lines(each), before, strict=True)
+                )
+            )
+
+
+@pytest.mark.usefixtures("soon")
+async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with with_lanes() as (source, sink):
+        first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
+        await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
+        await until(lambda: "failed: Stop on a lane" in caplog.text)
+        await until_lanes(sink, LANES - 1)
+        await moved(source, sink, "b")
+
+
+# ---- lost
+
+
+@pytest.mark.usefixtures("soon")
+async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with with_lanes() as (source, sink):
+        assert not any(line.link.used for line in first_of(source).lanes)  # type: ignore[attr-defined]
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        gone = lanes_of(first_of(source).link)[0]
+        gone._sock.shutdown(socket.SHUT_RDWR)
+        for each in (source, sink):
+            await until(lambda each=each: gone not in lanes_of(first_of(each).link))
+            await until_lanes(each, LANES - 1)
+        await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("at_source", [True, False])
+async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
+    """This holds whatever the other end has received on it."""
+    async with with_lanes() as (source, sink):
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        lane = lanes_of(first_of(source if at_source else sink).link)[0]
+        lane.used = True
+        lane._sock.shutdown(socket.SHUT_RDWR)
+        ends = [await asyncio.wait_for(each.ended(), PATIENCE_S) for each in (offer, landing)]
+        assert [end.reason for end in ends] == [Reason.LINK_LOST, Reason.LINK_LOST]
+        assert "a lane is lost" in ends[0 if at_source else 1].detail
+        for each in (source, sink):
+            await until(lambda each=each: not lines(each))
+        await moved(source, sink, "c")
+
+
+async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> None:
+    """The old link ends later, with its transfers, so that its last messages arrive."""
+    async with with_lanes() as (source, sink):
+        old = first_of(sink)
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        for lane in lanes_of(old.link):
+            lane.used = True
+        lanes_of(old.link)[0]._sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: len(old.lanes) < LANES - 1)
+        await moved(source, sink, "c")
+        assert len([line for line in lines(sink) if line.linked]) == 2
+        offer.ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used() -> None:
+    async with with_lanes() as (source, sink):
+        (line, *_), board = first_of(source).lanes, source.agent._board
+        with board._lock:
+            source.agent.lost(line.link, "silent")
+            laned(line.link).used = True
+        await until(lambda: not lines(source) and not lines(sink))
+
+
+async def test_the_links_last_messages_count_after_its_lanes_have_ended() -> None:
+    async with with_lanes() as (source, sink):
+        offer = source.agent.offer("b", [1], 16, ready_layers=0)
+        landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
+        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        link = first_of(sink).link
+        lanes = lanes_of(link)
+        for lane in lanes:
+            lane.used = True
+        with standing(link):
+            await source.agent.close()
+            await until(lambda: not first_of(sink).lanes)
+        end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+        assert (end.reason, end.detail) == (Reason.CLOSED, "")
+
+
+@pytest.mark.parametrize("at_source", [True, False])
+async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
+    async with with_lanes() as (source, sink):
+        lanes = [lane for each in (source, sink) for lane in lanes_of(first_of(each).link)]
+        laned(first_of(source if at_source else sink).link)._sock.shutdown(socket.SHUT_RDWR)
+        for each in (source, sink):
+            await until(lambda each=each: not lines(each))
+        await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
+        await moved(source, sink, "b")
+
+
+async def test_with_an_agent_its_lanes_end() -> None:
+    async with with_lanes() as (source, sink):
+        lanes = lanes_of(first_of(source).link)
+        await sink.agent.close()
+        await until(lambda: not any(lane._thread.is_alive() for lane in lanes))

@@ -1,0 +1,88 @@
+"""Which link is dropped when too many have not shown the key."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.links.unproven_links import UnprovenLinks, client_address
+
+
+def link(host: str, port: int = 1) -> Mock:
+    return Mock(peer=f"{host}:{port}")
+
+
+def test_the_oldest_of_a_full_address_is_dropped_for_the_newest() -> None:
+    links = UnprovenLinks(most=10, per_address=2)
+    first, second, third = (link("10.0.0.1", port) for port in range(3))
+    other = link("10.0.0.2")
+    dropped = [links.admit(each) for each in (other, first, second, third)]
+    assert dropped == [None, None, None, first]
+    assert len(links) == 3
+
+
+def test_without_room_the_address_with_the_most_links_gives_up_its_oldest() -> None:
+    links = UnprovenLinks(most=3, per_address=3)
+    member, first, second, newcomer = (
+        link("10.0.0.9"),
+        link("10.0.0.1"),
+        link("10.0.0.1", 2),
+        link("10.0.0.2"),
+    )
+    dropped = [links.admit(each) for each in (member, first, second, newcomer)]
+    assert dropped == [None, None, None, first]
+
+
+def test_a_link_that_showed_the_key_is_dropped_for_no_other_and_leaves_room() -> None:
+    links = UnprovenLinks(most=2, per_address=2)
+    proven, idle = link("10.0.0.1"), link("10.0.0.1", 2)
+    for each in (proven, idle):
+        links.admit(each)
+    links.remove(proven)
+    links.remove(proven)
+    assert links.admit(link("10.0.0.1", 3)) is None
+    assert links.admit(link("10.0.0.1", 4)) is idle
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80),
+    st.integers(1, 12),
+    st.integers(1, 12),
+)
+@settings(deadline=None)
+def test_bounds_hold_and_every_newcomer_is_admitted(
+    arrivals: list[tuple[int, bool]], most: int, per_address: int
+) -> None:
+    links = UnprovenLinks(most, per_address)
+    held: list[Mock] = []
+    for host, proves in arrivals:
+        newcomer = link(f"10.0.0.{host}", len(held))
+        dropped = links.admit(newcomer)
+        if dropped is not None:
+            held.remove(dropped)  # type: ignore[arg-type]
+        held.append(newcomer)
+        if proves:
+            links.remove(held.pop(0))
+        assert len(links) == len(held) <= most
+        hosts = [each.peer.partition(":")[0] for each in held]
+        assert all(hosts.count(one) <= per_address for one in hosts)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("127.0.0.2:5000", "127.0.0.2"),
+        ("::ffff:10.1.2.3:5000", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6:5000", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::9:5001", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0:5000", "fe80::/64"),
+        ("a process of this host", "a process of this host"),
+    ],
+)
+def test_the_ports_of_a_host_and_the_addresses_of_an_ipv6_network_are_one_client(
+    peer: str, address: str
+) -> None:
+    assert client_address(peer) == address

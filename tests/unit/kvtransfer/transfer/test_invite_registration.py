@@ -1,0 +1,71 @@
+"""Invitations whose memory is registered first: on another thread, in order, only while wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.contract import TransportError
+from kvtransfer.protocol.messages import Invite
+from kvtransfer.transfer.commands import SendInvite
+from kvtransfer.transfer.invite_registration import Inviting
+from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.clock import ThreadClock
+
+
+class SlowGrantLink:
+    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises."""
+
+    peer = "p"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def grant(self, transfer: int, regions: object, blocks: object) -> bytes:
+        assert self.go.wait(20)
+        if transfer == 2:
+            raise OSError("what is this")
+        if transfer == 3:
+            raise TransportError("no")
+        return b"%d" % transfer
+
+
+class Host:
+    def __init__(self, clock: Any) -> None:
+        self.hold, self.said, self.link = Hold(), list[tuple[int, object]](), SlowGrantLink()
+        self.all = threading.Event()
+        self.inviting = Inviting([], clock, self.hold, self.say, self.say)
+
+    def say(self, command: SendInvite, what: object) -> None:
+        self.said.append((command.invite.transfer, what))
+        if len(self.said) == 4:
+            self.all.set()
+
+    def put(self, transfer: int) -> None:
+        invite = Invite(transfer, "r", b"", 1, 0, 1.0, 1.0, 0, 1)
+        with self.hold:
+            self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
+
+
+def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
+    clock = ThreadClock()
+    host = Host(clock)
+    for transfer in (1, 2, 3, 4):
+        host.put(transfer)  # would wait for ever if the lock were held
+    host.link.go.set()
+    assert host.all.wait(20)
+    assert host.said == [(1, b"1"), (2, "what is this"), (3, "no"), (4, b"4")]
+    clock.close()
+
+
+def test_without_a_thread_an_invitation_fails_at_once() -> None:
+    class ThreadlessClock:
+        def aside(self, call: Callable[[], None]) -> None:
+            raise RuntimeError("can't start new thread")
+
+    host = Host(ThreadlessClock())
+    host.put(1)
+    assert host.said == [(1, "can't start new thread")]

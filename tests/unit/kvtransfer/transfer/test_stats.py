@@ -1,0 +1,25 @@
+"""Counters by peer are bounded, because peers choose their names."""
+
+from __future__ import annotations
+
+from kvtransfer.transfer.flow_control import Bandwidth
+from kvtransfer.transfer.stats import Tally
+
+
+def test_the_least_recently_used_pair_is_dropped() -> None:
+    tally, bandwidth = Tally(), Bandwidth()
+    for at in range(1500):
+        for peer in ("steady", f"d{at}"):
+            tally.sent((peer, "tcp"), 10, 0.5)
+            tally.moved((peer, "tcp"), 20, 0.25)
+            bandwidth.seen(peer, "tcp", 10, 0.5)
+    figures = tally.figures()
+    for ways in (
+        *(figures[name] for name in ("sent_bytes", "sent_s", "moved_bytes", "moved_s")),
+        bandwidth.all(),
+    ):
+        assert len(ways) == 1024
+        assert ("d1499", "tcp") in ways
+        assert ("d0", "tcp") not in ways
+    assert figures["sent_bytes"]["steady", "tcp"] == 15_000
+    assert figures["moved_s"]["steady", "tcp"] == 375.0

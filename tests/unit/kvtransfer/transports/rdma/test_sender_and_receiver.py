@@ -1,0 +1,396 @@
+"""The halves of an RDMA link without a device: keys, work requests, trailers, control messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transports.rdma.control import (
+    Control,
+    Ear,
+    Ready,
+    Saying,
+    Setup,
+    Trailer,
+    Withdrawn,
+    encode,
+)
+from kvtransfer.transports.rdma.memory_grants import Grant, Opening, digest_of, stretches
+from kvtransfer.transports.rdma.receiver import Arrivals
+from kvtransfer.transports.rdma.sender import Departure, Departures
+from kvtransfer.transports.rdma.verbs import Card, Piece
+
+BLOCK, BLOCKS = 64, 32
+
+
+class Key:
+    """A memory key. `stuck`: how often the device fails to release it."""
+
+    def __init__(self, number: int) -> None:
+        self.remote_key, self.open, self.stuck = number, True, 0
+
+    def close(self) -> None:
+        if self.stuck:
+            self.stuck -= 1
+            raise TransportError("memory cannot be deregistered")
+        self.open = False
+
+
+class Registry:
+    """A device that records registrations, and refuses them after `room` keys."""
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.keys: list[Key] = []
+        self.covered: list[tuple[int, int]] = []
+        self.room = room
+
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Key:
+        assert writable_by_peer
+        if len(self.keys) >= self.room:
+            raise TransportError("the device is full")
+        self.keys.append(Key(100 + len(self.keys)))
+        self.covered.append((address, length))
+        return self.keys[-1]
+
+
+class Wire:
+    """A queue pair that writes at once to what the registry's keys cover."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[int, list[Piece], tuple[int, int], bool, int | None]] = []
+
+    def write(
+        self,
+        number: int,
+        pieces: list[Piece],
+        target: tuple[int, int],
+        *,
+        tell: bool,
+        immediate: int | None = None,
+    ) -> None:
+        self.posted.append((number, pieces, target, tell, immediate))
+
+
+def region(name: str = "r") -> Region:
+    return Region.over(
+        np.random.default_rng(3).integers(0, 256, BLOCK * BLOCKS, np.uint8), BLOCK, name=name
+    )
+
+
+def runs(src: Sequence[int], dst: Sequence[int], length: int = BLOCK) -> Runs:
+    at = [np.asarray(blocks, np.int64) * BLOCK for blocks in (src, dst)]
+    return Runs(at[0], at[1], np.full(at[0].size, length, np.int64))
+
+
+def head(transfer: int, moves: Runs, first: int = 0) -> WindowHead:
+    return WindowHead(transfer, 0, 0, first, moves.count, moves.n_bytes)
+
+
+@given(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
+def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
+    blocks: list[int],
+) -> None:
+    ranks = [region("0"), region("1")]
+    found = np.zeros((2, BLOCK * BLOCKS), int)
+    for rank, first, length in stretches(ranks, blocks):
+        found[rank, first : first + length] += 1
+    wanted = np.zeros(BLOCKS, int)
+    wanted[blocks] = 1
+    assert (found == np.repeat(wanted, BLOCK)).all()
+    joined = np.flatnonzero(np.diff(np.sort(blocks)) > 1).size + 1
+    assert len(stretches(ranks, blocks)) == 2 * joined
+
+
+def test_a_block_outside_the_region_cannot_be_granted() -> None:
+    with pytest.raises(ValueError, match="not all of this region"):
+        stretches([region()], [BLOCKS])
+
+
+@given(st.data(), st.integers(1, 8))
+def test_work_requests_write_every_byte_as_planned(data: st.DataObject, gather: int) -> None:
+    blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=12, unique=True))
+    most_keys = data.draw(st.sampled_from([1, 100]))
+    into, out_of = region("into"), region("out")
+    into.bytes[:] = 0
+    opening = Opening(Registry(), [into], blocks, most_keys)
+    grant = Grant(opening.grant)
+    moves = runs(data.draw(st.permutations(range(len(blocks)))), blocks)
+    at = grant.claim(moves.n_bytes)
+    assert (at is None) == (opening.arena is None)
+    base = into if opening.arena is None else Region.over(opening.arena, 1, name="arena")
+    for write in grant.writes(moves, 0, at, gather):
+        assert 1 <= len(write.pieces) <= gather
+        cursor = write.address - base.address
+        for start, length in write.pieces:
+            base.bytes[cursor : cursor + length] = out_of.bytes[start : start + length]
+            cursor += length
+    assert opening.landed(moves, into, at, digest_of(out_of, moves.src, moves.length))
+    for src, dst in zip(moves.src.tolist(), moves.dst.tolist(), strict=True):
+        assert (into.bytes[dst : dst + BLOCK] == out_of.bytes[src : src + BLOCK]).all()
+
+
+def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
+    opening = Opening(Registry(), [region()], [4, 5, 8], 100)
+    grant = Grant(opening.grant)
+    assert len(grant.writes(runs([0, 1], [4, 5]), 0, None, 16)) == 1
+    for outside in (
+        runs([0], [3]),
+        runs([0], [5], BLOCK + 1),
+        runs([0], [9]),
+        runs([0], [4], 5 * BLOCK),
+    ):
+        with pytest.raises(TransportError, match="granted"):
+            grant.writes(outside, 0, None, 16)
+    with pytest.raises(TransportError, match="granted"):
+        grant.writes(runs([0], [4]), 1, None, 16)
+    staged = Grant(Opening(Registry(), [region()], [4, 5, 8], 1).grant)
+    staged.claim(2 * BLOCK)
+    with pytest.raises(TransportError, match="granted"):
+        staged.writes(runs([0, 1], [4, 5]), 0, staged.claim(2 * BLOCK), 16)
+
+
+@given(st.binary(max_size=80))
+def test_invalid_grant_bytes_are_refused(data: bytes) -> None:
+    try:
+        Grant(data)
+    except TransportError:
+        return
+    assert data[:1] in (b"\0", b"\1")
+    assert (len(data) - 1) % 30 == 0
+
+
+def test_a_full_device_leaves_nothing_registered_and_the_peer_can_write_nothing() -> None:
+    registry = Registry(room=2)
+    arrivals = Arrivals(registry, 100)
+    assert arrivals.grant(1, [region()], [1, 3, 5]) == b""
+    assert [key.open for key in registry.keys] == [False, False]
+    assert arrivals.expected(1)
+    arrivals.fence(1)
+    assert not arrivals.expected(1)
+
+
+def test_a_fence_closes_every_key_and_so_does_the_end() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    one, two = (arrivals.grant(transfer, [region()], [1, 3]) for transfer in (1, 2))
+    assert one
+    assert two
+    arrivals.fence(1)
+    assert [key.open for key in registry.keys] == [False, False, True, True]
+    arrivals.close()
+    assert not any(key.open for key in registry.keys)
+    assert arrivals.grant(3, [region()], [1]) == b""
+
+
+def test_a_key_that_the_device_holds_on_to_keeps_its_fence_open_and_no_other_key() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    arrivals.grant(1, [region()], [1, 3])
+    registry.keys[0].stuck = 1
+    with pytest.raises(TransportError, match="deregistered"):
+        arrivals.fence(1)
+    assert [key.open for key in registry.keys] == [True, False]
+    assert arrivals.expected(1)
+    assert arrivals.fence(1)
+    assert not registry.keys[0].open
+
+
+def test_closing_releases_all_keys_that_the_device_lets_it() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    for transfer in (1, 2, 3):
+        arrivals.grant(transfer, [region()], [1, 3])
+    registry.keys[2].stuck = 9
+    with pytest.raises(TransportError, match="deregistered"):
+        arrivals.close()
+    assert [key.open for key in registry.keys] == [False, False, True, False, False, False]
+
+
+def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    register, said = registry.register, list[object]()
+
+    def meanwhile(address: int, length: int, *, writable_by_peer: bool) -> Key:
+        said.extend((arrivals.fence(1), arrivals.expected(2)))  # both at once: no lock is held
+        return register(address, length, writable_by_peer=writable_by_peer)
+
+    registry.register = meanwhile  # type: ignore[method-assign]
+    assert arrivals.grant(1, [region()], [1])
+    assert said == [False, False]
+    assert arrivals.fence(1)
+    assert not registry.keys[0].open
+
+
+def test_what_was_fenced_before_it_was_granted_is_not_granted() -> None:
+    registry = Registry()
+    arrivals = Arrivals(registry, 100)
+    assert arrivals.fence(1)
+    assert arrivals.grant(1, [region()], [1]) == b""
+    assert not registry.keys
+
+
+def trailer(number: int, verdict: Verdict = Verdict.OK) -> Trailer:
+    return Trailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
+
+
+def test_a_window_is_complete_with_its_last_write_and_its_trailer_in_either_order() -> None:
+    arrivals = Arrivals(Registry(), 100)
+    assert arrivals.written(0) is None
+    assert arrivals.told(trailer(0)) == trailer(0)
+    assert arrivals.told(trailer(1)) is None
+    assert arrivals.written(1) == trailer(1)
+    assert arrivals.written(1) is None  # written again on a new pair, without effect
+    assert arrivals.told(trailer(2, Verdict.STALE)) == trailer(2, Verdict.STALE)
+    assert arrivals.written(2) is None
+    assert arrivals.told(trailer(3)) is None
+
+
+@pytest.mark.parametrize("half", ["written", "told"])
+def test_incomplete_windows_are_limited(half: str) -> None:
+    arrivals = Arrivals(Registry(), 100)
+    take = arrivals.written if half == "written" else lambda number: arrivals.told(trailer(number))
+    assert [take(number) for number in range(1024)] == [None] * 1024
+    with pytest.raises(TransportError, match="incomplete"):
+        take(1024)
+
+
+class Source:
+    """An RdmaSender over a Wire, with one region and a grant for transfer 1."""
+
+    def __init__(self, blocks: Sequence[int] = range(8)) -> None:
+        self.memory, self.ended = region("out"), list[Departure]()
+        self.wire = Wire()
+        self.out = Departures(lambda _: 9, self.ended.append, gather=4, checksums=True)
+        self.out.accept(1, Opening(Registry(), [region("into")], blocks, 100).grant)
+
+    def put(self, transfer: int = 1, count: int = 2, first: int = 0) -> Departure:
+        moves = runs(range(first, first + count), range(first, first + count))
+        return self.out.put(
+            head(transfer, moves, first), Slice(moves, self.memory, 0, 0, lambda: self.holds)
+        )
+
+    holds = True
+
+
+def test_the_last_write_of_a_window_carries_its_number_and_the_verdict_comes_after_it() -> None:
+    source = Source()
+    window = source.put(count=8)
+    assert source.out.post(source.wire, epoch=3)
+    assert [posted[0] for posted in source.wire.posted] == [
+        3 << 32,
+        3 << 32,
+    ]  # 8 adjacent pieces, combined by 4
+    assert [posted[3:] for posted in source.wire.posted] == [(False, None), (True, 0)]
+    assert not window.done
+    source.out.complete()
+    assert (window.done, window.verdict, source.ended) == (True, Verdict.OK, [window])
+
+
+def test_blocks_that_change_owner_while_they_are_read_make_a_stale_window() -> None:
+    source = Source()
+    window = source.put()
+    source.out.post(source.wire, 0)
+    source.holds = False
+    source.out.complete()
+    assert window.verdict is Verdict.STALE
+    late = source.put()
+    assert not source.out.post(source.wire, 0)
+    assert (late.done, late.verdict) == (True, Verdict.STALE)
+
+
+def test_a_new_queue_pair_rewrites_windows_in_flight_except_refused_ones() -> None:
+    source = Source()
+    source.out.accept(2, Opening(Registry(), [region("into")], range(8), 100).grant)
+    refused, other, dropped = source.put(1), source.put(2), source.put(2)
+    source.out.post(source.wire, 0)
+    source.out.refuse(refused.number)
+    assert not refused.done  # the device may still read until its pair is gone
+    source.out.again()
+    assert (refused.done, refused.verdict) == (True, Verdict.STALE)
+    source.wire.posted.clear()
+    later = source.put(1)
+    source.out.post(source.wire, 1)
+    assert [posted[0] for posted in source.wire.posted] == [
+        1 << 32 | other.number,
+        1 << 32 | dropped.number,
+    ]
+    assert later.verdict is Verdict.STALE
+    source.out.complete()
+    source.out.complete()
+    assert [other.verdict, dropped.verdict] == [Verdict.OK, Verdict.OK]
+
+
+def test_dropped_windows_are_forgotten_or_end_stale() -> None:
+    source = Source()
+    begun = source.put()
+    source.out.post(source.wire, 0)
+    queued = source.put()
+    source.out.drop(1)
+    assert queued.forgotten
+    assert not source.out.post(source.wire, 0)
+    source.out.complete()
+    assert begun.verdict is Verdict.STALE
+    assert source.ended == [begun]
+
+
+def test_only_so_much_is_handed_to_the_device_at_once_and_all_in_the_end() -> None:
+    source = Source(range(BLOCKS))
+    windows = [source.put(count=1, first=first % BLOCKS) for first in range(100)]
+    source.out.post(source.wire, 0)
+    assert len(source.wire.posted) == 16
+    for window in windows:
+        source.out.complete()
+        source.out.post(source.wire, 0)
+        assert window.done
+    assert len(source.wire.posted) == 100
+
+
+SAYINGS: list[Saying] = [
+    Setup(0, Card(1, 2, "::1", 0, 5)), Ready(0), Control(b"x" * 300), trailer(7), Withdrawn(5), Control(b""),
+]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 50), max_size=40))
+def test_control_messages_decode_from_any_fragmentation(cuts: list[int]) -> None:
+    data, ear, heard = b"".join(map(encode, SAYINGS)), Ear(), []
+    for cut in [*cuts, len(data)]:
+        heard += ear.feed(data[:cut])
+        data = data[cut:]
+    assert heard == SAYINGS
+    assert ear.room == ear.most_bytes + 4
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_a_transport_error_or_waits_for_more(data: bytes) -> None:
+    try:
+        list(Ear().feed(data))
+    except TransportError:
+        return
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with pytest.raises(TransportError, match="announces"):
+        list(Ear().feed((1 << 30).to_bytes(4, "little")))
+
+
+def test_an_unproven_peer_may_send_24_kib_at_a_time_and_a_proven_one_more() -> None:
+    ear = Ear()
+    ear.feed(encode(Control(bytes(23 << 10))))
+    assert 0 < ear.room < 2 << 10
+    long = encode(Control(bytes(1 << 20)))
+    with pytest.raises(TransportError, match="announces"):
+        list(Ear().feed(long[:4]))
+    known, heard = Ear(), list[Saying]()
+    for saying in known.feed(encode(Control(b"it is me")) + long[:100]):
+        heard.append(saying)
+        known.trust()  # a proof applies to the next message, even in the same read
+    heard += known.feed(long[100:])
+    assert heard == [Control(b"it is me"), Control(bytes(1 << 20))]

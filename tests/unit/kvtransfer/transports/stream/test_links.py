@@ -1,0 +1,295 @@
+"""Links over real sockets: driving, ends, and hostile or stalled peers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer.contract import Link, Slice, TransportError, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.protocol.frame import Kind, Proof, frame, pack_head
+from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.transports.tcp import Tcp
+from tests.contract.kvtransfer.links import (
+    BLOCK_BYTES,
+    BLOCKS,
+    PATIENCE_S,
+    Owner,
+    Pair,
+    linked_pair,
+    scattered,
+    window,
+)
+
+SIZE = BLOCKS * BLOCK_BYTES
+WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with linked_pair(request.param) as made:
+        yield made
+
+
+def driven(link: Link) -> StreamLink:
+    assert isinstance(link, StreamLink)
+    return link
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
+    """Yield a socket that a Tcp has dialled, so that a test can send anything."""
+    owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
+    end.start(owner, [region])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = end.dial(f"127.0.0.1:{listener.getsockname()[1]}")
+        sock, _ = listener.accept()
+        owner.note("mine", link)
+        with sock:
+            yield sock, owner, region
+    end.close()
+
+
+def link_of(owner: Owner) -> Link:
+    return owner.heard[0].link
+
+
+def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
+    moves = scattered(1, 20, 4096)
+    head = window(1, moves)
+    pair.expect({head: moves})
+    pair.admit(1)
+    for at in range(10):
+        pair.source.send(at.to_bytes(2, "big"))
+        assert driven(pair.source).drive(
+            lambda at=at: len(pair.sink_owner.all("message")) > at, 10.0
+        )
+    pair.put(head, moves)
+    assert driven(pair.source).drive(lambda: bool(pair.source_owner.all("sent")), 10.0)
+    assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+
+
+def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> None:
+    assert driven(pair.source).drive(lambda: True, 1.0)
+    pair.sink.send(b"ping")
+    pair.source.send(b"pong")
+    assert pair.source_owner.wait("message") == [b"ping"]
+    assert pair.sink_owner.wait("message") == [b"pong"]
+
+
+def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
+    began = time.perf_counter()
+    assert not driven(pair.source).drive(lambda: False, 0.05)
+    assert 0.05 <= time.perf_counter() - began < PATIENCE_S
+
+
+def test_a_drive_of_a_link_that_is_lost_raises(pair: Pair) -> None:
+    threading.Timer(0.05, pair.sink.close).start()
+    with pytest.raises(TransportError):
+        driven(pair.source).drive(lambda: False, 20.0)
+    pair.source_owner.wait("lost")
+    with pytest.raises(TransportError):
+        driven(pair.source).drive(lambda: False, 20.0)
+
+
+def test_several_drivers_and_senders_lose_nothing(pair: Pair) -> None:
+    def say(who: int) -> None:
+        for at in range(50):
+            pair.source.send(bytes([who, at]))
+            driven(pair.source).drive(lambda: True, 1.0)
+
+    threads = [threading.Thread(target=say, args=(who,)) for who in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    heard = pair.sink_owner.wait("message", 150)
+    assert sorted(heard) == sorted(bytes([who, at]) for who in range(3) for at in range(50))  # type: ignore[type-var]
+
+
+def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
+    threading.Timer(0.02, lambda: pair.sink.fence(3)).start()
+    assert driven(pair.sink).drive(lambda: bool(pair.sink_owner.all("fenced")), 20.0)
+
+
+def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(head: WindowHead) -> Slice | None:
+        raise RuntimeError("no such plan")
+
+    pair.sink_owner.place = fail
+    moves = scattered(1, 3, 100)
+    pair.admit(1)
+    pair.put(window(1, moves), moves)
+    assert pair.sink_owner.wait("lost") == ["the owner of the link failed"]
+    assert "no such plan" in caplog.text
+
+
+def test_messages_sent_before_closing_arrive(pair: Pair) -> None:
+    pair.source.send(b"farewell")
+    pair.source.close()
+    assert pair.sink_owner.wait("message") == [b"farewell"]
+    pair.sink_owner.wait("lost")
+
+
+def test_too_long_a_message_is_refused_by_the_sender(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="over the limit"):
+        pair.source.send(bytes(5 << 20))
+
+
+def test_a_fence_does_not_wait_for_a_source_that_halts_in_the_middle_of_a_window(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    sock, owner, region = stranger
+    link, head = link_of(owner), WindowHead(1, 0, 0, 0, 1, SIZE)
+    owner.place = lambda head: Slice(WHOLE, region, 0, 0)
+    link.secure(bytes(32))
+    sock.sendall(frame(Kind.WINDOW, pack_head(head), SIZE, Proof.NONE) + b"\1" * (SIZE // 2))
+    owner.wait("incoming")
+    while not region.bytes[SIZE // 2 - 1]:
+        threading.Event().wait(0.002)
+    link.fence(1)
+    assert owner.wait("fenced") == [1]
+    region.bytes[:] = 0
+    sock.sendall(b"\2" * (SIZE // 2) + bytes(24) + frame(Kind.MESSAGE, b"after"))
+    owner.wait("message")
+    assert not region.bytes.any()
+    assert not owner.all("landed")
+
+
+def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    sock, owner, region = stranger
+    link, opening = (
+        link_of(owner),
+        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, Proof.NONE),
+    )
+    owner.place = lambda head: Slice(WHOLE, region, 0, 0)
+    link.secure(bytes(32))
+    sock.sendall(opening + b"\1" * 1000)
+    owner.wait("incoming")
+    for came in (2000, 3000):
+        sock.sendall(b"\1" * 1000)
+        deadline = time.monotonic() + 10
+        while link.received_bytes < len(opening) + came:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.002)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
+        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8),
+    ],
+    ids=["another protocol", "a window without proof of identity"],
+)
+def test_an_unproven_peer_that_sends_anything_else_is_disconnected(
+    stranger: tuple[socket.socket, Owner, Region], said: bytes
+) -> None:
+    sock, owner, _ = stranger
+    sock.sendall(said)
+    assert owner.wait("lost")
+    sock.settimeout(10)
+    with contextlib.suppress(ConnectionResetError):
+        assert sock.recv(1) == b""
+    assert not owner.all("incoming")
+
+
+@pytest.mark.parametrize("kind", [Kind.SHARED, Kind.REGIONS, Kind.TAKEN])
+def test_frames_of_shared_memory_have_no_place_on_tcp(
+    stranger: tuple[socket.socket, Owner, Region], kind: Kind
+) -> None:
+    sock, owner, _ = stranger
+    link_of(owner).secure(bytes(32))
+    sock.sendall(frame(kind, bytes(41)))
+    assert "not allowed on tcp" in str(owner.wait("lost")[0])
+
+
+def test_a_reset_loses_the_link_at_once(stranger: tuple[socket.socket, Owner, Region]) -> None:
+    sock, owner, _ = stranger
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+    assert owner.wait("lost")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "127.0.0.1:x", "127.0.0.1:99999999", "127.0.0.1:1"]
+)
+def test_an_unreachable_address_is_a_transport_error(address: str) -> None:
+    end = Tcp()
+    end.start(Owner(), [])
+    with pytest.raises(TransportError, match="cannot be reached"):
+        end.dial(address)
+    end.close()
+
+
+def test_peers_get_the_advertised_address() -> None:
+    end = Tcp("0.0.0.0", advertise="localhost")
+    address = end.start(Owner(), [])
+    assert address.startswith("localhost:")
+    end.dial(address)
+    end.close()
+
+
+def test_a_port_that_is_taken_is_a_transport_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(TransportError, match="cannot listen"),
+    ):
+        Tcp(port=taken.getsockname()[1]).start(Owner(), [])
+
+
+def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
+    pytest.importorskip("cryptography")
+    sink_owner, source_owner = Owner(), Owner()
+    one, other = Tcp(manner=Manner(sealed=True)), Tcp(manner=Manner(sealed=True))
+    one.start(sink_owner, [])
+    link = one.dial(other.start(source_owner, []))
+    source_owner.wait("linked")
+    far = source_owner.heard[0].link
+    for end in (link, far):
+        end.secure(bytes(range(32)))
+    keys = [(end._out.seal._key.key, end._in.seal._key.key) for end in (link, far)]
+    assert keys[0] == keys[1][::-1]
+    assert keys[0][0] != keys[0][1]
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "manner", [Manner(checked=False), Manner(checked=True), Manner(sealed=True), Manner(spin_s=0)]
+)
+def test_windows_arrive_in_every_manner(manner: Manner) -> None:
+    if manner.sealed:
+        pytest.importorskip("cryptography")
+    sink_region, source_region = (
+        MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out")
+    )
+    source_region.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    sink_owner, source_owner = Owner(), Owner()
+    one, other = Tcp(manner=manner), Tcp(manner=manner)
+    one.start(sink_owner, [sink_region])
+    link = one.dial(other.start(source_owner, [source_region]))
+    source_owner.wait("linked")
+    for end in (link, source_owner.heard[0].link):
+        end.secure(bytes(range(32)))
+    sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
+    for at in range(5):
+        source_owner.heard[0].link.put(
+            WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, source_region, 0, 0, lambda: True)
+        )
+    assert {verdict for _, verdict in sink_owner.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
+    assert np.array_equal(sink_region.bytes, source_region.bytes)
+    one.close()
+    other.close()

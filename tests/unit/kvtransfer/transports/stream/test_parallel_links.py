@@ -1,0 +1,334 @@
+"""Lanes: windows over several connections at once, without loss of order."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NoReturn
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.protocol.frame import Kind, Proof, frame, trailer, window_frame
+from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
+from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+
+A_MOMENT_S = 0.1  # wait for events that must not happen
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with linked_pair("lanes") as made:
+        yield made
+
+
+def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
+    """Return this many windows of one block each, of transfer 1."""
+    at = np.arange(first, first + count) * BLOCK_BYTES
+    runs = [Runs(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
+    return {window(1, each, first=first + i): each for i, each in enumerate(runs)}
+
+
+def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
+    """Return a transfer whose first window the sink has acknowledged, with more to come."""
+    windows = blocks(more + 1)
+    pair.expect(windows)
+    pair.admit(1)
+    first, *rest = windows.items()
+    pair.put(*first)
+    pair.sink_owner.wait("landed")
+    until(lambda: 1 in laned(pair.source)._out._shared)
+    return dict(rest)
+
+
+# ---- which link carries windows
+
+
+def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> None:
+    rest = begun(pair, 9)
+    with standing(pair.source):
+        for each in rest.items():
+            pair.put(*each)
+        pair.sink_owner.wait("landed", 9)
+        time.sleep(A_MOMENT_S)
+        assert (
+            len(pair.sink_owner.all("landed")) == 9
+        )  # all but the window that the link sends next
+    heard = pair.sink_owner.wait("landed", 10)
+    assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
+    assert {each.link for each in pair.sink_owner.heard if each.kind in ("landed", "incoming")} == {
+        pair.sink
+    }
+    pair.source_owner.wait("sent", 10)
+    assert {each.link for each in pair.source_owner.heard if each.kind == "sent"} == {pair.source}
+    assert np.array_equal(pair.sink_region.bytes, expected(pair, *blocks(10).values()))
+    went = [lane.received_bytes > BLOCK_BYTES for lane in lanes_of(pair.sink)]
+    assert any(went)
+    assert [lane.used for lane in lanes_of(pair.sink)] == went
+    assert [lane.used for lane in lanes_of(pair.source)] == went
+    assert not laned(pair.sink).used
+
+
+def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
+    windows = blocks(10)
+    pair.expect(windows)
+    pair.admit(1)
+    with standing(pair.source):
+        pair.source.send(b"the announcement")
+        for each in windows.items():
+            pair.put(*each)
+        assert not laned(pair.source)._out.crowded  # lanes find no window
+    pair.sink_owner.wait("landed", 10)
+    order = [each.kind for each in pair.sink_owner.heard if each.kind in ("message", "incoming")]
+    assert order[0] == "message"
+
+
+def test_the_sink_sends_spread_before_it_reads_the_first_window(pair: Pair) -> None:
+    (head,) = blocks(1)
+    pair.expect(blocks(1))
+    with standing(pair.sink):
+        laned(pair.sink).incoming(head)
+        until(lambda: 1 in laned(pair.source)._out._shared)
+
+
+def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
+    windows = blocks(10)
+    pair.expect(windows)
+    pair.admit(1)
+    with standing(pair.source):
+        for each in windows.items():
+            pair.put(*each)
+        laned(pair.source).framed(Kind.SPREAD, struct.pack("<Q", 1))
+        pair.sink_owner.wait("landed", 9)
+
+
+def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
+    """The caller cannot know whether the lane checks its queue once more."""
+    lanes = lanes_of(pair.source)
+    with standing(pair.source, *lanes):
+        laned(pair.source)._out.share(1)
+        for each in blocks(2).items():
+            pair.put(*each)
+        assert all(lane._has_lane_work for lane in lanes)
+        laned(pair.source)._out.drop(1)
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_a_woken_lane_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
+    lane = lanes_of(pair.source)[0]
+    with standing(lane):
+        lane._poll = Mock(poll=Mock(return_value=[]))
+        lane._has_lane_work, lane._spin_s = True, 0.5 if spins else 0.0
+        if spins:
+            assert lane._spin(lambda: False)
+        else:
+            lane._rest(lambda: False)
+            lane._poll.poll.assert_not_called()
+
+
+@pytest.mark.parametrize(("before", "found"), [(63, True), (64, False)])
+def test_queueing_a_window_checks_only_the_front_of_the_queue(
+    pair: Pair, before: int, found: bool
+) -> None:
+    """The caller holds the agent's lock meanwhile."""
+    ((head, runs),) = blocks(1).items()
+    out = laned(pair.source)._out
+    with standing(pair.source, *lanes_of(pair.source)):
+        for _ in range(before):
+            pair.put(head, runs)
+        out.share(2)
+        pair.put(window(2, runs), runs)
+        assert out.crowded is found
+        for transfer in (1, 2):
+            out.drop(transfer)
+
+
+def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
+    """A lane may take the last window between the check of the queue and the removal."""
+    out = laned(pair.source)._out
+
+    class Taken:
+        looked = 0
+
+        def __bool__(self) -> bool:
+            self.looked += 1
+            return self.looked == 1
+
+        def popleft(self) -> NoReturn:
+            raise IndexError("it is empty")
+
+    with standing(pair.source):
+        kept, out._queue = out._queue, Taken()  # type: ignore[assignment]
+        assert not out.pump()
+        out._queue = kept
+
+
+@pytest.mark.parametrize(
+    ("by_sink", "header"), [(False, bytes(8)), (True, bytes(7)), (True, b""), (True, bytes(9))]
+)
+def test_a_spread_frame_must_be_valid_and_from_the_sink(
+    pair: Pair, by_sink: bool, header: bytes
+) -> None:
+    speaker, hearer = (pair.sink, pair.source_owner) if by_sink else (pair.source, pair.sink_owner)
+    laned(speaker)._out.queue(frame(Kind.SPREAD, header))
+    laned(speaker)._wake(always=True)
+    assert "invalid SPREAD" in str(hearer.wait("lost")[0])
+
+
+def test_a_source_remembers_the_newest_transfers_that_may_spread(pair: Pair) -> None:
+    out = laned(pair.source)._out
+    for transfer in range(1000):
+        out.share(transfer)
+    assert len(out._shared) == 256
+    assert 999 in out._shared
+
+
+# ---- dropped
+
+
+def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
+    rest = begun(pair, 5)
+    source = laned(pair.source)
+    with standing(source, *lanes_of(source)):
+        for head, runs in rest.items():
+            pair.put(head, runs)
+        assert source._out.crowded
+        pair.source.drop(1)
+        source._out.share(1)  # the SPREAD frame arrives late
+        assert not source._out.crowded
+        assert source._out.spare() is None
+
+
+def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
+    """The caller holds the agent's lock, and may drop thousands."""
+
+    class Waiting(deque[object]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("somebody looks")
+
+    out = laned(pair.source)._out
+    with standing(pair.source, *lanes_of(pair.source)):
+        out.share(1)
+        out._queue = Waiting()  # type: ignore[assignment]
+        pair.source.drop(1)
+        assert out._shared == {}
+        out._queue = deque()
+    until(lambda: not out._withheld)
+
+
+def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> None:
+    rest = begun(pair, 1)
+    lane = lanes_of(pair.source)[0]
+    with standing(lane):
+        ((head, runs),) = rest.items()
+        lane._out.queue((head, Slice(runs, pair.source_region, 0, 0, lambda: True)))
+        pair.source.drop(1)
+    until(lambda: lane._out.idle)
+    pair.source.send(b"after it")
+    pair.sink_owner.wait("message")
+    assert len(pair.sink_owner.all("incoming")) == 1
+
+
+# ---- fenced
+
+
+def test_the_fence_is_reported_when_no_lane_writes_any_more(pair: Pair) -> None:
+    last = lanes_of(pair.sink)[-1]
+    with standing(last):
+        pair.sink.fence(1)
+        time.sleep(A_MOMENT_S)
+        assert pair.sink_owner.all("fenced") == []
+    assert pair.sink_owner.wait("fenced") == [1]
+
+
+def test_a_link_that_is_lost_has_its_fence_when_no_lane_writes_any_more(pair: Pair) -> None:
+    last = lanes_of(pair.sink)[-1]
+    with standing(last):
+        laned(pair.source)._sock.shutdown(socket.SHUT_RDWR)
+        pair.sink_owner.wait("lost")
+        pair.sink.fence(1)
+        time.sleep(A_MOMENT_S)
+        assert pair.sink_owner.all("fenced") == []
+    assert pair.sink_owner.wait("fenced") == [1]
+
+
+def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = lanes_of(pair.sink)
+    for lane in lanes:
+        lane.close()
+        lane.join()
+    laned(pair.sink)._lane_links = lanes  # as for a fence that began before
+
+    def no_more(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    pair.sink.fence(1)
+    assert pair.sink_owner.wait("fenced") == [1]
+
+
+def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
+    """Half of its window has arrived when the fence comes."""
+    ((head, runs),) = blocks(1).items()
+    pair.expect({head: runs})
+    data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
+    opening, closing = window_frame(head, BLOCK_BYTES, Proof.NONE), trailer(Verdict.OK)
+    far = lanes_of(pair.source)[0]
+    with standing(far):
+        far._sock.sendall(opening + data[: BLOCK_BYTES // 2])
+        pair.sink_owner.wait("incoming")
+        pair.sink.fence(1)
+        pair.sink_owner.wait("fenced")
+        pair.sink_region.bytes[:] = 7
+        far._sock.sendall(data[BLOCK_BYTES // 2 :] + closing)
+    far.send(b"after it")
+    pair.sink_owner.wait("message")
+    assert (pair.sink_region.bytes == 7).all()
+    assert pair.sink_owner.all("landed") == []
+
+
+def test_a_sink_forgets_with_the_fence_that_a_transfer_may_spread(pair: Pair) -> None:
+    begun(pair, 0)
+    assert laned(pair.sink)._spread == {1}
+    pair.sink.fence(1)
+    pair.sink_owner.wait("fenced")
+    assert laned(pair.sink)._spread == set()
+
+
+# ---- a lane's own events
+
+
+def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
+    far, near = lanes_of(pair.source)[0], lanes_of(pair.sink)[0]
+    far.send(b"a word")
+    pair.sink_owner.wait("message")
+    far._sock.shutdown(socket.SHUT_RDWR)
+    pair.sink_owner.wait("lost")
+    pair.source_owner.wait("lost")
+    assert [each.link for each in pair.sink_owner.heard if each.kind in ("message", "lost")] == [
+        near,
+        near,
+    ]
+    assert [each.link for each in pair.source_owner.heard if each.kind == "lost"] == [far]
+    rest = begun(pair, 9)
+    for each in rest.items():
+        pair.put(*each)
+    pair.sink_owner.wait("landed", 10)
+    pair.sink.fence(1)
+    assert pair.sink_owner.wait("fenced") == [1]
+
+
+def test_a_lane_that_has_ended_is_forgotten(pair: Pair) -> None:
+    gone, stays = lanes_of(pair.sink)
+    gone.close()
+    gone.join()
+    assert lanes_of(pair.sink) == (stays,)

@@ -1,0 +1,67 @@
+"""Which transport two agents agree on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.protocol.messages import Card
+from kvtransfer.transports.choose import better, this_host
+
+LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
+
+
+def card(host: str, *transports: str) -> Card:
+    return Card("a", bytes(16), LAYOUT, host=host, addresses=dict.fromkeys(transports, "somewhere"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "way"),
+    [
+        (("h", "tcp", "shm"), ("h", "tcp", "shm"), "shm"),
+        (("h", "tcp", "shm"), ("other", "tcp", "shm"), None),
+        (("", "tcp", "shm"), ("", "tcp", "shm"), None),
+        (("h", "tcp", "shm"), ("h", "tcp"), None),
+        (("h", "tcp", "rdma"), ("other", "tcp", "rdma"), "rdma"),
+        (("h", "tcp", "rdma", "shm"), ("h", "tcp", "rdma", "shm"), "shm"),
+        (("h", "tcp", "rdma"), ("other", "tcp"), None),
+    ],
+)
+def test_shared_memory_on_one_host_then_rdma_then_what_they_met_by(mine, theirs, way) -> None:  # type: ignore[no-untyped-def]
+    assert better(card(*mine), card(*theirs), mine[1:], "tcp") == way
+
+
+def test_agents_that_met_by_the_best_transport_stay_with_it() -> None:
+    assert (
+        better(
+            card("h", "shm", "rdma", "tcp"),
+            card("h", "shm", "rdma", "tcp"),
+            ["shm", "rdma", "tcp"],
+            "shm",
+        )
+        is None
+    )
+
+
+def test_another_process_of_this_host_has_the_same_host_id() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from kvtransfer.transports.choose import this_host; print(this_host())",
+    ]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        == this_host()
+    )
+
+
+def test_where_proc_is_masked_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def masked(path: Path) -> str:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_text", masked)
+    assert this_host() == ""

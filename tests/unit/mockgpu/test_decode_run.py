@@ -1,0 +1,140 @@
+"""Advancing many decode steps at once equals stepping: same jobs and ticks, times within 0.1 %."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mockgpu.blocks import BlockPool
+from mockgpu.decode_run import Run
+from mockgpu.gpus import gpu_named
+from mockgpu.grids import roofline_for
+from mockgpu.job import Job, State
+from mockgpu.model_shapes import model_named
+from mockgpu.roofline import Roofline, Work
+from mockgpu.scheduler import Scheduler
+
+
+@cache
+def roofline(model: str, gpu: str, tp: int) -> Roofline:
+    return roofline_for(model_named(model), gpu_named(gpu), tp)
+
+
+SHAPES = [("llama-3.1-70b-fp8", "h100", 4), ("llama-3.1-8b", "l40s", 1), ("qwen3-32b", "h100", 2)]
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    seqs=st.integers(1, 256),
+    each=st.integers(1, 60_000),
+    steps=st.integers(1, 4096),
+    slowness=st.sampled_from([1.0, 2.5]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_run_in_closed_form_takes_as_long_as_its_steps(
+    shape: tuple[str, str, int], seqs: int, each: int, steps: int, slowness: float
+) -> None:
+    timed, context = roofline(*shape), seqs * each
+    run = Run(timed, seqs, context, steps, slowness)
+    real = 0.0
+    for step in range(run.steps):
+        seconds = timed.step_s(Work(0, 0.0, seqs, context + step * seqs)) * slowness
+        real += seconds
+        assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
+        assert run.until(step + 1) == pytest.approx(
+            real, rel=2.5e-3
+        )  # 1.8e-3 is the largest of 20,000
+
+
+@given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
+@settings(max_examples=40, deadline=None)
+def test_what_is_over_after_a_time_is_what_ended_by_then(steps: int, part: float) -> None:
+    run = Run(roofline(*SHAPES[0]), 16, 16 * 5000, steps)
+    at_s = run.until(run.steps) * part
+    over = run.over_at(at_s)
+    assert run.until(over) <= at_s or over == 0
+    assert over == run.steps - 1 or run.until(over + 1) > at_s
+
+
+job_shapes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=12
+)
+
+
+def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
+    """Return (tick of arrival, job). Some share prefixes."""
+    return [
+        (
+            tick,
+            Job(
+                prompt,
+                output,
+                tuple(place % 3 * 100 + block for block in range((prompt + output) // 4)),
+            ),
+        )
+        for place, (prompt, output, tick) in enumerate(shapes)
+    ]
+
+
+def trail(
+    shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
+) -> list[tuple[int, str, int, int, int]]:
+    """Return what happened at which tick: first tokens, ends, cached tokens and preemptions."""
+    scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
+    pending = sorted(
+        (
+            (tick, place, job)
+            for place, (tick, job) in enumerate(jobs_of(shapes))
+            if scheduler.fits(job)
+        ),
+        key=lambda each: each[:2],
+    )
+    names = {job: place for _, place, job in pending}
+    happened: list[tuple[int, str, int, int, int]] = []
+    while True:
+        while pending and pending[0][0] <= scheduler.tick:
+            scheduler.add(pending.pop(0)[2])
+        plan = scheduler.step()
+        if plan is None:
+            if not pending:
+                return happened
+            scheduler.tick = pending[0][0]
+            continue
+        if leaping and not plan.chunks:
+            most = pending[0][0] - scheduler.tick - 1 if pending else 10_000
+            quiet = scheduler.quiet(max(0, most))
+            plan = scheduler.leap(quiet)
+        outcome = scheduler.finish(plan)
+        for kind, members in (("began", outcome.began), ("ended", outcome.ended)):
+            happened += [
+                (scheduler.tick, kind, names[job], job.cached, job.preemptions) for job in members
+            ]
+        scheduler.pool.check()
+
+
+@given(shapes=job_shapes, blocks=st.integers(20, 60))
+@settings(max_examples=150, deadline=None)
+def test_advancing_gives_the_same_first_tokens_ends_hits_and_preemptions_as_stepping(
+    shapes: list[tuple[int, int, int]], blocks: int
+) -> None:
+    assert trail(shapes, blocks, leaping=True) == trail(shapes, blocks, leaping=False)
+
+
+def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), max_num_batched_tokens=256)
+    scheduler.add(Job(8, 50))
+    plan = scheduler.step()
+    assert plan is not None
+    assert scheduler.quiet(99) == 0
+    scheduler.finish(plan)
+    plan = scheduler.step()
+    assert plan is not None
+    assert not plan.chunks
+    assert scheduler.quiet(99) == 48  # one made, one planned, and one for the end
+    scheduler.leap(48)
+    (job,) = scheduler.decoding
+    assert scheduler.made(job) == 49
+    assert job.state is State.DECODE

@@ -1,0 +1,234 @@
+"""The fault grammar, when a fault strikes, and how faults begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from random import Random
+from typing import cast
+
+import pytest
+
+from mockgpu.fault_grammar import Fault, FaultError, FaultKind, parse_faults
+from mockgpu.gpus import gpu_named
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.group_faults import FaultBox
+from mockgpu.model_shapes import model_named
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ("refuse", Fault(FaultKind.REFUSE)),
+        ("5xx@0.1", Fault(FaultKind.ERROR, chance=0.1)),
+        (
+            "5xx:status=503@p=0.25@10-20",
+            Fault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20),
+        ),
+        ("reset-before-headers", Fault(FaultKind.RESET_BEFORE_HEADERS)),
+        ("reset-after-headers@5-", Fault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
+        ("reset-mid-stream:after=5", Fault(FaultKind.RESET_MID_STREAM, after=5)),
+        ("stall:after=3", Fault(FaultKind.STALL, after=3)),
+        ("slow:x=2.5@0-1.5", Fault(FaultKind.SLOW, factor=2.5, end_s=1.5)),
+        ("lost-rank", Fault(FaultKind.LOST_RANK)),
+        ("die-mid-decode:after=7@0.5", Fault(FaultKind.DIE_MID_DECODE, after=7, chance=0.5)),
+        ("kv-corrupt", Fault(FaultKind.KV_CORRUPT)),
+        ("wire-cut:after=64@1-2", Fault(FaultKind.WIRE_CUT, after=64, start_s=1, end_s=2)),
+        ("lost-rank:hang:rank=3", Fault(FaultKind.LOST_RANK, hang=True, rank=3)),
+    ],
+)
+def test_a_spec_reads_as_its_fault(spec: str, fault: Fault) -> None:
+    assert parse_faults(spec) == (fault,)
+
+
+def test_several_faults_are_separated_by_commas_and_none_is_none() -> None:
+    assert [fault.kind for fault in parse_faults("5xx@0.5, stall:after=2")] == [
+        FaultKind.ERROR,
+        FaultKind.STALL,
+    ]
+    assert parse_faults("") == parse_faults("  ") == ()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            "explode",
+            "5xx@",
+            "5xx@0",
+            "5xx@1.5",
+            "5xx@x",
+            "5xx@3-2",
+            "5xx@2-2",
+            "5xx:after=1",
+            "5xx:status=404",
+        ),
+        *(
+            "stall:after",
+            "stall:after=",
+            "stall:after=-1",
+            "stall:after=1.5",
+            "slow:x=0",
+            "slow:x=inf",
+            "slow:x=nan",
+        ),
+        *(
+            "lost-rank:hang=1",
+            "lost-rank:x=2",
+            "slow@0.5",
+            "lost-rank@0.5",
+            "refuse@0.5",
+            "refuse,",
+            ",",
+            "5xx;stall",
+        ),
+    ],
+)
+def test_what_is_not_in_the_grammar_is_refused(spec: str) -> None:
+    with pytest.raises(FaultError):
+        parse_faults(spec)
+
+
+def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
+    (fault,) = parse_faults("5xx@0.25@10-20")
+    rng = Random(1)
+    assert not any(fault.strikes(t, rng) for t in (0, 9.9, 20, 99))
+    assert 200 < sum(fault.strikes(15, rng) for _ in range(1000)) < 300
+
+
+class RecordingDoor:
+    """A listener that only records."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def shut(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+
+class RecordingConnection:
+    """A connection that only records its fault."""
+
+    harmable = True
+
+    def __init__(self) -> None:
+        self.wrong: Fault | None = None
+
+    def harm(self, fault: Fault | None) -> None:
+        self.wrong = fault
+
+
+class ManualClock:
+    """A clock that makes due calls when the time is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, act: Callable[..., None], *what: object) -> None:
+        """Ignore the call: nothing is computed here."""
+
+    def call_later(
+        self, delay_s: float, act: Callable[..., None], *what: object
+    ) -> asyncio.TimerHandle:
+        self._due.append((self.now + delay_s, act, what))
+        return asyncio.TimerHandle(0.0, act, what, asyncio.get_event_loop())
+
+    def to(self, now: float) -> None:
+        for due in sorted([each for each in self._due if each[0] <= now], key=lambda each: each[0]):
+            self._due.remove(due)
+            self.now = due[0]
+            due[1](*due[2])
+        self.now = now
+
+
+def boxed(clock: ManualClock) -> tuple[FaultBox, TpGroup, RecordingDoor, RecordingConnection]:
+    loop, door, wires = (
+        cast(asyncio.AbstractEventLoop, clock),
+        RecordingDoor(),
+        RecordingConnection(),
+    )
+    group = TpGroup(
+        GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
+    )
+    return FaultBox(group, door, loop, Random(0), wires), group, door, wires
+
+
+async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
+    clock = ManualClock()
+    box, group, door, wires = boxed(clock)
+    box.set("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
+    clock.to(6)
+    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
+    clock.to(9)
+    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
+    box.set("wire-corrupt:after=7@0-9,freeze@2-5")
+    clock.to(12)
+    assert wires.wrong == Fault(FaultKind.WIRE_STALL)
+    clock.to(15)
+    assert wires.wrong is not None
+    assert wires.wrong.kind is FaultKind.WIRE_CORRUPT
+    clock.to(18)
+    assert wires.wrong is None
+
+
+async def test_a_group_may_be_slow_at_prompts_and_at_tokens_by_different_factors() -> None:
+    clock = ManualClock()
+    box, group, *_ = boxed(clock)
+    box.set("slow:x=3:prefill,slow:x=5:decode@0-5")
+    assert (group.slow_prefill, group.slow_decode) == (3, 5)
+    clock.to(6)
+    assert (group.slow_prefill, group.slow_decode) == (3, 1)
+    with pytest.raises(FaultError):
+        box.set("slow:decode=2")
+
+
+async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends() -> None:
+    clock = ManualClock()
+    box, *_ = boxed(clock)
+    box.set("partition@0-5,partition@2-9")
+    waiting = asyncio.ensure_future(box.reachable())
+    clock.to(6)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clock.to(9)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_dead_group_does_not_begin_to_hang() -> None:
+    box, group, *_ = boxed(ManualClock())
+    changes: list[bool] = []
+    group.on_change = changes.append
+    box.set("lost-rank,freeze")
+    assert (group.dead, group.hanging) == (True, False)
+    box.clear()
+    assert (group.dead, changes) == (False, [False, True])
+
+
+async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
+    loop, door = asyncio.get_running_loop(), RecordingDoor()
+    group = TpGroup(
+        GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
+    )
+    box = FaultBox(group, door, loop, Random(0))
+    box.set("slow:x=3,refuse,lost-rank")
+    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
+    box.set("5xx@5-")
+    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
+    assert box.strike() is None
+    with pytest.raises(FaultError):
+        box.set("nonsense")
+    assert box.spec == "5xx@5-"
+    box.set("5xx")
+    struck = box.strike()
+    assert struck is not None
+    assert struck.status == 500
+    box.clear()
+    assert box.strike() is None

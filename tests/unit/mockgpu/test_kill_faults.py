@@ -1,0 +1,159 @@
+"""A group that dies while KV moves: no block stays allocated, and it can be restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvtransfer.protocol.outcomes import End, Reason, end
+from mockgpu.blocks import BLOCK_TOKENS
+from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.gpus import gpu_named
+from mockgpu.group import GroupSpec, TpGroup
+from mockgpu.handoff.kv_handoff import Desk
+from mockgpu.handoff.link_speed import Link
+from mockgpu.job import Job
+from mockgpu.kv_contents import scaled_layout
+from mockgpu.kv_memory import KvMemory
+from mockgpu.leg_params import At, Take
+from mockgpu.model_shapes import model_named
+from mockgpu.request_parser import ApiError
+from tests.fair_time import PATIENCE_S
+
+BLOCKS = 64
+
+
+class PendingLanding:
+    """KV that arrives until it is cancelled."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    def cancel(self, detail: str = "") -> None:
+        self._over.set()
+
+    async def ended(self) -> End:
+        await self._over.wait()
+        return end(Reason.CANCELLED)
+
+
+class BusyAgent:
+    """An agent that is always receiving. Fetches of one token end at once."""
+
+    address = "here"
+
+    def offer(self, name: str, blocks: Sequence[int], tokens: int, **more: Any) -> Any:
+        raise NotImplementedError
+
+    def fetch(
+        self, address: str, name: str, blocks: Sequence[int], tokens: int, **more: Any
+    ) -> PendingLanding:
+        landing = PendingLanding()
+        if tokens == 1:
+            landing.cancel()
+        return landing
+
+    def figures(self) -> dict[str, Any]:
+        return {"reservations": {"moving": 1}}
+
+    async def close(self) -> None:
+        return
+
+
+class StaticDirectory:
+    """A directory that finds every peer and renews nothing."""
+
+    async def address(self, take: Take) -> str:
+        return "there"
+
+    def forget(self, take: Take) -> None:
+        return
+
+    async def renew(self, take: Take) -> str | None:
+        return None
+
+
+class RecordingSink:
+    """Records how one job ended."""
+
+    def __init__(self) -> None:
+        self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
+
+    def token(self) -> None:
+        self.tokens += 1
+
+    def ended(self) -> None:
+        self.over.set()
+
+    def failed(self, error: ApiError) -> None:
+        self.failures += 1
+        self.over.set()
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[TpGroup]:
+    """Yield a decode group that can die when it fetches KV. Errors in its loop fail the test."""
+    loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
+    model = model_named("demo-8b")
+    spec = GroupSpec(
+        "m", model, gpu_named("h100"), role="decode", speed=inf, kv_tokens=BLOCKS * BLOCK_TOKENS
+    )
+    made = TpGroup(spec, loop)
+    memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
+    made.attach(memory)
+    made.desk = desk = Desk(made, BusyAgent(), StaticDirectory(), Link(model.kv_token_bytes))
+    made.on_change = lambda alive: None if alive else desk.drop_all()
+    yield made
+    await desk.close()
+    memory.close()
+    assert not wrong
+
+
+def taking(name: str) -> Job:
+    return Job(10 * BLOCK_TOKENS, 5, leg=Take(name, At("there"), 5.0, ticket="ticket"))
+
+
+@pytest.mark.parametrize(
+    "beside", [taking("b"), Job(40, 5)], ids=["one that wants KV too", "one that is computed"]
+)
+async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
+    group: TpGroup, beside: Job
+) -> None:
+    doomed, sinks = taking("a"), [RecordingSink(), RecordingSink()]
+    group.mark(doomed, Fault(FaultKind.DIE_IN_PULL))
+    for job, sink in zip((doomed, beside), sinks, strict=True):
+        group.submit(job, sink, "length")
+    async with asyncio.timeout(PATIENCE_S):
+        for sink in sinks:
+            await sink.over.wait()
+        assert group.desk is not None
+        while group.desk.under_way:
+            await asyncio.sleep(0)
+    assert group.dead
+    assert [sink.failures for sink in sinks] == [1, 1]
+    assert (group.scheduler.kept, group.scheduler.pool.free) == ({}, BLOCKS)
+
+
+async def test_a_group_that_died_asking_for_kv_while_it_decoded_computes_again_when_it_is_restored(
+    group: TpGroup,
+) -> None:
+    decoding, doomed, later = RecordingSink(), RecordingSink(), RecordingSink()
+    group.submit(Job(40, 900), decoding, "length")
+    async with asyncio.timeout(PATIENCE_S):
+        while not decoding.tokens:
+            await asyncio.sleep(0)
+        job = taking("a")
+        group.mark(job, Fault(FaultKind.DIE_IN_PULL))
+        group.submit(job, doomed, "length")
+        await doomed.over.wait()
+        await asyncio.sleep(0)
+        group.restore()
+        group.submit(Job(40, 5), later, "length")
+        await later.over.wait()
+    assert (decoding.failures, doomed.failures) == (1, 1)
+    assert (later.tokens, later.failures) == (5, 0)

@@ -1,0 +1,133 @@
+"""Bytes on the wire: templates equal the encoder's output, and streams equal whole responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mockgpu.choice import choices_of
+from mockgpu.openai_format import DONE, Chunks, closing, failing, whole
+from mockgpu.request_parser import (
+    ApiError,
+    Ask,
+    Body,
+    MalformedHandoffError,
+    ask_of,
+    check_handoff,
+    decoded,
+)
+
+
+def ask(chat: bool = True, **fields: Any) -> Ask:
+    what = (
+        {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]}
+        if chat
+        else {"prompt": "once"}
+    )
+    return ask_of(decoded(json.dumps(what | fields).encode(), Body), {}, chat, "m", 4096, "id-1")
+
+
+def unframed(data: bytes) -> list[dict[str, Any]]:
+    """Return the events inside HTTP chunks, checking their sizes."""
+    events = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        body, data = rest[: int(size, 16)], rest[int(size, 16) :].removeprefix(b"\r\n")
+        assert body.startswith(b"data: ")
+        assert body.endswith(b"\n\n")
+        events.append(json.loads(body[6:]))
+    return events
+
+
+def streamed(question: Ask) -> list[dict[str, Any]]:
+    (choice,) = choices_of(question)
+    chunks = Chunks(question, choice, 123)
+    return unframed(b"".join(chunks.next(0) for _ in range(choice.output_tokens)))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": 1},
+        {"seed": 5},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]) -> None:
+    if chat and "logprobs" in fields:
+        fields = {"logprobs": True}
+    question = ask(chat, **({"max_tokens": 9, "stream": True} | fields))
+    events = streamed(question)
+    answer = json.loads(whole(question, choices_of(question), 123, 0))
+    parts = [event["choices"][0] for event in events]
+    if chat:
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(part["delta"]["content"] for part in parts)
+        assert text == answer["choices"][0]["message"]["content"]
+    else:
+        text = "".join(part["text"] for part in parts)
+        assert text == answer["choices"][0]["text"]
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert {(event["id"], event["created"], event["model"]) for event in events} == {
+        ("id-1", 123, "m")
+    }
+    assert all(event.keys() == events[0].keys() for event in events)
+
+
+def test_echo_gives_the_prompt_back_first() -> None:
+    question = ask(False, echo=True, stream=True, max_tokens=3)
+    assert streamed(question)[0]["choices"][0]["text"] == "once"
+    answer = json.loads(whole(question, choices_of(question), 1, 0))
+    assert answer["choices"][0]["text"].startswith("once ")
+
+
+def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
+    plain, counted = (
+        ask(stream=True),
+        ask(stream=True, stream_options={"include_usage": True}, max_tokens=4),
+    )
+    assert closing(plain, choices_of(plain), 1, 0) == b"e\r\n" + DONE + b"\r\n"
+    usage = closing(counted, choices_of(counted), 1, 7)
+    assert b'"choices":[]' in usage
+    assert b'"cached_tokens":7' in usage
+    assert usage.endswith(DONE + b"\r\n")
+    assert failing(ApiError(500, "x").body()).endswith(DONE + b"\r\n")
+
+
+def test_usage_counts_each_prompt_once_and_every_choice() -> None:
+    question = ask(False, prompt=["abcd" * 3, "abcd" * 5], n=2, max_tokens=6)
+    usage = json.loads(whole(question, choices_of(question), 1, None))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        8,
+        24,
+        32,
+    )
+    assert usage["prompt_tokens_details"] is None
+
+
+@pytest.mark.parametrize("header", ["x-override-host", "X-Prefiller-Host-Port"])
+def test_a_handoff_header_is_malformed(header: str) -> None:
+    with pytest.raises(MalformedHandoffError):
+        check_handoff(decoded(b'{"prompt":"x"}', Body), {header: "y"})
+
+
+def test_an_absent_model_is_the_one_served_and_null_fields_are_absent() -> None:
+    question = ask(model=None, stop=None, n=None, stream=None, kv_transfer_params=None, tools=None)
+    assert (question.model, question.n, question.stream) == ("m", 1, False)
+
+
+def test_max_completion_tokens_wins_over_max_tokens_in_chat() -> None:
+    assert ask(max_tokens=5, max_completion_tokens=7).limit == 7
+
+
+def test_a_completion_defaults_to_sixteen_tokens_and_a_chat_to_its_own_end() -> None:
+    assert ask(False).limit == 16
+    assert ask().may_end
+    assert not ask(ignore_eos=True).may_end
+    assert not ask(max_tokens=5).may_end

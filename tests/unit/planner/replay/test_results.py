@@ -1,0 +1,144 @@
+"""Figures of a run, from hand-made records."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.replay import End, Record, Run
+from planner.replay.capacity import capacity
+from planner.replay.record import GroupTotals
+from planner.replay.results import figures, jain, regret
+from policies.model import Slo
+
+FAST = Slo("fast", 1.0, 0.1)
+
+
+def record(at: float, ttft: float | None = 0.5, tpot: float = 0.05, **other: object) -> Record:
+    one = Record(0, at, 1000, 11, FAST)
+    if ttft is not None:
+        one.entered_s, one.first_s, one.end = at, at + ttft, End.SERVED
+        one.done_s = one.first_s + 10 * tpot
+    for name, value in other.items():
+        setattr(one, name, value)
+    return one
+
+
+def run(*records: Record, **other: object) -> Run:
+    return Run("p", "f", list(records), ended_s=100.0, **other)  # type: ignore[arg-type]
+
+
+def test_a_good_request_keeps_both_budgets() -> None:
+    assert record(0.0).good
+    assert not record(0.0, ttft=1.1).good
+    assert not record(0.0, tpot=0.11).good
+    assert not record(0.0, ttft=None).good
+    assert record(0.0, tpot=9.0, output_tokens=1).good
+
+
+def test_rates_are_of_the_span_in_which_requests_came() -> None:
+    told = figures(run(record(0.0), record(5.0, ttft=3.0), record(10.0)))
+    assert (told.attainment, told.goodput, told.span_s) == (pytest.approx(2 / 3), 0.2, 10.0)
+    assert told.token_goodput == pytest.approx(2 * 1011 / 10)
+
+
+def test_refused_and_lost_requests_are_offered_ones_that_were_not_good() -> None:
+    told = figures(
+        run(
+            record(0.0),
+            record(1.0, None, end=End.SHED, reason="price"),
+            record(2.0, None, end=End.LOST),
+        )
+    )
+    assert told.attainment == pytest.approx(1 / 3)
+    assert told.ends == {"served": 1, "shed": 1, "lost": 1}
+    assert told.reasons == {"price": 1}
+
+
+def test_what_the_horizon_cut_is_a_miss_only_when_it_was_late_already() -> None:
+    early, late = record(99.9, None, end=End.CUT), record(50.0, None, end=End.CUT)
+    assert figures(run(record(0.0), early)).attainment == 1.0
+    assert figures(run(record(0.0), late)).attainment == 0.5
+
+
+def test_warm_up_does_not_count() -> None:
+    assert figures(run(record(0.0, ttft=9.0), record(10.0)), from_s=5.0).attainment == 1.0
+
+
+def test_without_counted_requests_attainment_is_zero() -> None:
+    assert figures(run(record(0.0), record(10.0)), from_s=60.0).attainment == 0.0
+
+
+def test_hits_are_reported_of_all_prompts_and_of_an_unlimited_cache() -> None:
+    told = figures(
+        run(
+            record(0.0, cached_tokens=200, ideal_tokens=400),
+            record(1.0, cached_tokens=100, ideal_tokens=200),
+        )
+    )
+    assert (told.hit_ratio, told.of_ideal) == (0.15, 0.5)
+
+
+def test_waste_is_prefill_of_unserved_requests() -> None:
+    told = figures(run(record(0.0), record(1.0, None, end=End.LEFT, wasted_tokens=250)))
+    assert told.wasted == 0.2
+
+
+def test_imbalance_is_the_busiest_over_the_mean() -> None:
+    groups = [
+        GroupTotals("a", prompt_tokens=300, cached_tokens=100),
+        GroupTotals("b", output_tokens=100),
+    ]
+    assert figures(run(record(0.0), groups=groups)).imbalance == pytest.approx(4 / 3)
+
+
+def test_tenants_are_compared_by_how_much_of_theirs_was_good() -> None:
+    mine = [record(number, tenant="a") for number in range(4)]
+    yours = [record(number, ttft=0.5 if number else 2.0, tenant="b") for number in range(2)]
+    told = figures(run(*mine, *yours))
+    assert told.worst_tenant == 0.5
+    assert told.jain == pytest.approx(1.5**2 / (2 * 1.25))
+    assert told.tenants["b"].good == 1
+    assert jain([3.0, 3.0]) == jain([]) == 1.0
+    assert jain([1.0, 0.0, 0.0, 0.0]) == 0.25
+
+
+def test_errors_of_predictions_are_relative_to_what_came() -> None:
+    one = record(0.0, predicted_ttft_s=0.6, predicted_tpot_s=0.04)
+    told = figures(run(one, record(1.0)))
+    assert (told.ttft_error, told.tpot_error) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert told.ttft_error_p50 == pytest.approx(0.2)
+
+
+def test_first_retries_count_returning_clients() -> None:
+    returned = record(0.0, refusals=1)
+    told = figures(
+        run(
+            returned,
+            record(1.0, refusals=2),
+            record(2.0, None, refusals=1, end=End.SHED),
+            record(3.0),
+        )
+    )
+    assert told.at_first_retry == 0.5
+
+
+def test_regret_is_the_worst_ratio_to_the_best_of_the_others() -> None:
+    mine = {"chat": 1.9, "agents": 3.0, "nobody can": 0.0}
+    others = [{"chat": 2.0, "agents": 1.0, "nobody can": 0.0}, {"chat": 1.0, "agents": 2.0}]
+    assert regret(mine, others) == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("knee", [0.02, 0.3, 1.0, 2.52, 40.0])
+@pytest.mark.parametrize("target", [0.9, 0.99])
+def test_capacity_is_where_attainment_crosses_the_target(knee: float, target: float) -> None:
+    def attainment(load: float) -> float:
+        return max(0.0, min(1.0, 1.0 - (1 - target) * (load / knee) ** 3))
+
+    found = capacity(attainment, target)
+    assert found.load == pytest.approx(knee, rel=0.005)
+    assert len(found.tried) == len({load for load, _ in found.tried}) < 20
+
+
+def test_capacity_has_ends() -> None:
+    assert capacity(lambda load: 0.5).load == 0.0
+    assert capacity(lambda load: 1.0).load >= 64.0

@@ -1,0 +1,298 @@
+"""Speed outliers on simulated engines: which are detected, and how soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from policies.engine.step_time import shape_for
+from policies.health.speed_outlier import Member, SlowLimits, review
+from policies.health.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, Verdict
+
+LIMITS = SlowLimits()
+H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
+
+
+@dataclass
+class Engine:
+    """An endpoint that computes one prompt after another.
+
+    `prefill` and `decode` are factors on its times.
+    """
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    kind: str = "h100"
+    record: SpeedRecord = field(default_factory=SpeedRecord)
+    free_at: float = 0.0
+    due: list[tuple[float, int]] = field(default_factory=list)
+
+    def member(self) -> Member:
+        shape = H100 if self.kind == "h100" else L40S
+        tokens = self.record.step_tokens(1 << 20, shape.budget_tokens, 0)
+        return Member(self.record, self.kind, shape, tokens if self.record.waiting else 0)
+
+
+def prompts(rng: Random) -> int:
+    return rng.choice((60, 400, 1500, 6000))
+
+
+def second(
+    engines: list[Engine],
+    rng: Random,
+    now: float,
+    per_s: float = 4.0,
+    size: Callable[[Random], int] = prompts,
+) -> None:
+    """Simulate one second of traffic, spread evenly over the engines, then a review."""
+    for engine in engines:
+        for at in sorted(now + rng.random() for _ in range(round(per_s))):
+            tokens = size(rng)
+            begins = max(at, engine.free_at)
+            engine.free_at = begins + engine.prefill * (0.02 + 2e-5 * tokens) * rng.uniform(
+                0.8, 1.25
+            )
+            engine.due += [(at, -tokens), (engine.free_at, tokens)]
+        for at, tokens in sorted(event for event in engine.due if event[0] < now + 1.0):
+            if tokens > 0:
+                engine.record.first_token(tokens, at)
+            else:
+                engine.record.sent(-tokens, at)
+        engine.due = [event for event in engine.due if event[0] >= now + 1.0]
+        engine.record.streamed(
+            8, round(8 / (0.012 * engine.decode) * rng.uniform(0.9, 1.1)), 1.0, now + 1.0
+        )
+    review([engine.member() for engine in engines], now + 1.0, LIMITS)
+
+
+def seconds_until_slow(
+    engines: list[Engine], at: int = 0, healthy_s: int = 0, most_s: int = 30
+) -> int | None:
+    rng, factors = Random(7), (engines[at].prefill, engines[at].decode)
+    engines[at].prefill = engines[at].decode = 1.0
+    for now in range(healthy_s):
+        second(engines, rng, float(now))
+        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+    engines[at].prefill, engines[at].decode = factors
+    for now in range(healthy_s, healthy_s + most_s):
+        second(engines, rng, float(now))
+        assert all(
+            other.record.verdict is Verdict.NORMAL for other in engines if other is not engines[at]
+        )
+        if engines[at].record.verdict is Verdict.SLOW:
+            return now + 1 - healthy_s
+    return None
+
+
+@pytest.mark.parametrize("healthy_s", [0, 60])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(10.0, 10.0), (3.3, 3.3), (1.0, 3.3), (3.3, 1.0), (1.0, 10.0)]
+)
+def test_a_slow_endpoint_is_detected_within_ten_seconds(
+    prefill: float, decode: float, healthy_s: int
+) -> None:
+    engines = [Engine(prefill, decode), Engine(), Engine(), Engine()]
+    took_s = seconds_until_slow(engines, healthy_s=healthy_s)
+    assert took_s is not None
+    assert took_s <= 10
+    slowness = engines[0].record.slowness
+    assert slowness is not None
+    assert slowness.ratio >= LIMITS.factor
+    if decode == 1.0:
+        assert slowness.measure is Measure.TTFT
+    if prefill == 1.0:
+        assert slowness.measure is Measure.TPOT
+
+
+def test_the_slower_of_two_endpoints_is_detected() -> None:
+    assert seconds_until_slow([Engine(), Engine(5.0, 5.0)], at=1) is not None
+
+
+def test_two_of_four_slow_endpoints_are_both_detected() -> None:
+    engines, rng = [Engine(10.0, 10.0), Engine(10.0, 10.0), Engine(), Engine()], Random(3)
+    for now in range(12):
+        second(engines, rng, float(now))
+    assert [engine.record.slowness is not None for engine in engines] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")]
+)
+def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str, ...]) -> None:
+    """The last one has no peer of its kind, so its usual ratio to the pool is no fault."""
+    engines = [Engine(*((6.0, 6.0) if kind == "l40s" else (1.0, 1.0)), kind) for kind in kinds]
+    rng = Random(11)
+    for now in range(120):
+        second(engines, rng, float(now))
+        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines), now
+
+
+def test_an_endpoint_without_a_peer_of_its_kind_is_judged_by_what_is_usual() -> None:
+    engines, rng = [Engine(), Engine(), Engine(), Engine(4.0, 4.0, "l40s")], Random(5)
+    for now in range(60):
+        second(engines, rng, float(now), per_s=2.0)
+    assert engines[3].record.verdict is Verdict.NORMAL
+    engines[3].prefill = engines[3].decode = 24.0
+    verdicts = []
+    for now in range(60, 75):
+        second(engines, rng, float(now), per_s=2.0)
+        verdicts.append(engines[3].record.verdict)
+    assert Verdict.SLOW in verdicts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_endpoint_that_always_takes_twice_as_long_is_no_outlier(seed: int) -> None:
+    engines, rng = [Engine(2.0, 2.0), Engine(), Engine(), Engine()], Random(seed)
+    for now in range(120):
+        second(engines, rng, float(now), per_s=2.0)
+        assert engines[0].record.verdict is not Verdict.SLOW, now
+
+
+def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowness() -> None:
+    engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(2)
+    for now in range(60):
+        for number, engine in enumerate(engines):
+            for _ in range(4):
+                tokens = 12_000 if not number else 50
+                at = max(engine.free_at, now + rng.random())
+                engine.record.sent(tokens, at)
+                engine.free_at = at + 0.02 + 2e-5 * tokens
+                engine.record.first_token(tokens, engine.free_at)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is not Verdict.SLOW for engine in engines)
+
+
+def test_a_queue_of_prompts_is_no_slowness() -> None:
+    """One endpoint has ten prompts waiting and the others one; each prompt takes equally long."""
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(30):
+        for number, engine in enumerate(engines):
+            line = 20 if not number else 1
+            for _ in range(line):
+                engine.record.sent(1000, float(now))
+            for place in range(line):
+                engine.record.first_token(1000, now + 0.04 * (place + 1))
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+
+
+def test_prompts_in_between_do_not_make_streams_slow() -> None:
+    """The first engine computes prompts for most of each second, and its streams stand still
+    meanwhile.
+    """
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(30):
+        for number, engine in enumerate(engines):
+            busy_s = 0.7 if not number else 0.0
+            if busy_s:
+                engine.record.sent(8000, float(now))
+                engine.record.first_token(8000, now + busy_s)
+            engine.record.streamed(8, round(8 * (1.0 - busy_s) / 0.012), 1.0, now + 1.0)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+
+
+@pytest.mark.parametrize("stall_s", [0.5, 2.0])
+def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
+    """For example during a compilation: the mean is bad for seconds, but later samples are not."""
+    engines, rng = [Engine(), Engine(), Engine(), Engine()], Random(13)
+    for now in range(40):
+        if now == 20:
+            engines[0].free_at = now + stall_s
+        second(engines, rng, float(now))
+        assert engines[0].record.verdict is not Verdict.SLOW
+
+
+def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
+    engines, rng = [Engine(4.0, 4.0), Engine(), Engine()], Random(1)
+    while engines[0].record.verdict is Verdict.NORMAL:
+        second(engines, rng, 0.0)
+    engines[0].prefill = engines[0].decode = 1.0
+    engines[0].record.accept()
+    for now in range(1, 20):
+        second(engines, rng, float(now))
+        assert engines[0].record.verdict is Verdict.NORMAL
+    assert engines[0].record.slowness is None
+
+
+def test_a_first_token_that_never_comes_is_evidence_too() -> None:
+    """Prompts that take ten times as long as anything seen before: nothing has ended yet."""
+    engines = [Engine(), Engine(), Engine()]
+    for now in range(20):
+        for number, engine in enumerate(engines):
+            if not number and now >= 8:
+                if now == 8:
+                    engine.record.sent(4000, float(now))
+                continue
+            engine.record.sent(4000, float(now))
+            engine.record.first_token(4000, now + 0.1)
+        review(
+            [Member(engine.record, engine.kind, H100, 4000) for engine in engines],
+            now + 1.0,
+            LIMITS,
+        )
+        if engines[0].record.verdict is Verdict.SLOW:
+            break
+    assert engines[0].record.verdict is Verdict.SLOW
+    assert now <= 8 + 10
+
+
+def test_answers_that_come_whole_are_compared_by_their_length() -> None:
+    engines, rng = [Engine() for _ in range(4)], Random(4)
+    for now in range(20):
+        for number, engine in enumerate(engines):
+            for _ in range(3):
+                tokens = rng.choice((20, 100, 400))
+                engine.record.answered(tokens, tokens * (0.1 if not number else 0.01))
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        if engines[0].record.verdict is Verdict.SLOW:
+            break
+    assert now < 10
+    assert engines[0].record.slowness is not None
+    assert engines[0].record.slowness.measure is Measure.ANSWER
+
+
+def test_whole_answers_of_a_busier_endpoint_may_take_longer() -> None:
+    engines = [Engine() for _ in range(4)]
+    for now in range(20):
+        for number, engine in enumerate(engines):
+            for _ in range(12 if not number else 3):
+                engine.record.answered(100, 4.0 if not number else 1.0)
+        review([engine.member() for engine in engines], now + 1.0, LIMITS)
+        assert engines[0].record.verdict is Verdict.NORMAL
+
+
+def test_a_factor_of_zero_marks_no_endpoint_slow() -> None:
+    engines, rng = [Engine(10.0, 10.0), Engine(), Engine()], Random(1)
+    for now in range(20):
+        second(engines, rng, float(now))
+    for engine in engines:
+        engine.record.restart()
+    for now in range(20):
+        for engine in engines:
+            engine.record.answered(100, 1.0 if engine is not engines[0] else 50.0)
+        review([engine.member() for engine in engines], now + 1.0, SlowLimits(factor=0.0))
+    assert engines[0].record.verdict is Verdict.NORMAL
+
+
+def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counted() -> None:
+    engines = [Engine(), Engine(), Engine(), Engine()]
+    for now in range(1, 5):
+        for engine in engines:
+            for _ in range(10 * MOST_UNCOUNTED):
+                engine.record.answered(100, 5.0 if engine is engines[0] else 1.0)
+        review([engine.member() for engine in engines], float(now), LIMITS)
+        for engine in engines:
+            assert engine.record.tracks[2].reference.total <= now * MOST_UNCOUNTED
+            assert engine.record.output > 100 * 5 * MOST_UNCOUNTED
+    assert [engine.record.verdict for engine in engines] == [Verdict.SLOW, *[Verdict.NORMAL] * 3]
+
+
+def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:
+    record = SpeedRecord()
+    taken = [at / 4 for at in range(400) if record.take_probe(at / 4)]
+    assert taken[:4] == [0.0, 1.0, 3.0, 7.0]
+    assert taken[-1] - taken[-2] == 30.0

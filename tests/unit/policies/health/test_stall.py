@@ -1,0 +1,192 @@
+"""Stalled prefill steps: which requests are late, which endpoints are doubted, and what is evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.health.speed_outlier import Member, SlowLimits, review
+from policies.health.speed_record import Measure, Slowness, SpeedRecord, Verdict
+from policies.health.stall import (
+    LEAST_LATE_S,
+    SUSPECT_CEILING,
+    Expectations,
+    choose_doubted,
+    is_doubted,
+    is_proven,
+    left_s,
+    raised_ceiling,
+)
+from policies.latency.latency import shape_for
+from policies.model import NO_CEILING, EndpointLoad
+
+SHAPE = shape_for("h200", 4)
+STEP_S = 0.08
+
+
+def member(record: SpeedRecord, kind: str = "h200") -> Member:
+    return Member(
+        record, kind, SHAPE, record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
+    )
+
+
+def computed(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
+    """An endpoint that has completed prompts of 1,500 tokens, the last one at 0 s."""
+    record = SpeedRecord()
+    for number in range(times):
+        record.sent(1500, (number - times) * 2.0)
+        record.first_token(1500, (number - times) * 2.0 + seconds)
+    return record
+
+
+def waiting(record: SpeedRecord, prompts: int = 1) -> SpeedRecord:
+    for number in range(prompts):
+        record.sent(1500, 0.1 * number)
+    return record
+
+
+def test_one_completed_prompt_at_a_peer_is_enough_to_see_a_stall() -> None:
+    members = [member(waiting(SpeedRecord())), member(computed()), member(SpeedRecord())]
+    expectations = Expectations()
+    assert expectations.stalled(members, 1.9 * STEP_S) == []
+    ((ratio, index),) = expectations.stalled(members, 2.1 * STEP_S)
+    assert index == 0
+    assert ratio == pytest.approx(2.1)
+
+
+def test_without_a_completed_prompt_nothing_is_a_stall() -> None:
+    members = [member(waiting(SpeedRecord())), member(waiting(SpeedRecord()))]
+    assert Expectations().stalled(members, 60.0) == []
+
+
+def test_prompts_that_came_after_the_step_began_do_not_excuse_it() -> None:
+    members = [member(waiting(SpeedRecord(), prompts=5)), member(computed())]
+    assert [index for _, index in Expectations().stalled(members, 0.45)] == [0]
+
+
+def test_prompts_that_came_together_are_one_step() -> None:
+    record = SpeedRecord()
+    for _ in range(4):
+        record.sent(1500, 0.0)
+    assert Expectations().stalled([member(record), member(computed())], 2.1 * STEP_S) == []
+
+
+def test_peers_of_another_kind_prove_nothing() -> None:
+    members = [member(waiting(SpeedRecord()), "l40s"), member(computed()), member(computed())]
+    assert Expectations().stalled(members, 1.0) == []
+
+
+def test_no_step_is_a_stall_within_the_least_time() -> None:
+    members = [member(waiting(SpeedRecord())), member(computed(seconds=0.01))]
+    assert Expectations().stalled(members, LEAST_LATE_S - 0.01) == []
+
+
+@pytest.mark.parametrize(("ratio", "doubted"), [(2.5, []), (3.5, [0])])
+def test_a_short_stall_is_no_doubt(ratio: float, doubted: list[int]) -> None:
+    assert choose_doubted([(ratio, 0)], [False] * 4) == doubted
+
+
+@pytest.mark.parametrize(
+    ("doubted", "chosen"),
+    [
+        ([False] * 4, [3, 1]),
+        ([False, False, True, False], [3]),
+        ([False, True, False, False], [3, 1]),
+        ([True, True, False, False], [1, 0]),
+        ([False] * 2, [1]),
+    ],
+)
+def test_at_least_half_of_a_pool_stays_free_of_doubt(
+    doubted: list[bool], chosen: list[int]
+) -> None:
+    stalled = [(9.0, 3), (8.0, 1), (7.0, 0)] if len(doubted) == 4 else [(8.0, 1), (7.0, 0)]
+    assert choose_doubted(stalled, doubted) == chosen
+
+
+def kept_pace() -> SpeedRecord:
+    records = [computed(5) for _ in range(3)]
+    review([member(record) for record in records], 1.0, SlowLimits())
+    return records[0]
+
+
+def test_an_endpoint_is_proven_by_a_review_and_no_longer_when_it_restarts() -> None:
+    record = kept_pace()
+    assert is_proven(record)
+    record.verdict = Verdict.SUSPECT
+    assert not is_proven(record)
+    record.restart()
+    assert not is_proven(record)
+
+
+def test_a_request_at_an_unproven_endpoint_is_worth_a_hedge_sooner() -> None:
+    """A hedge is worth it when the time left is at least twice what another endpoint takes."""
+    new, proven = SpeedRecord(), kept_pace()
+    assert left_s(new, STEP_S, 1.9 * STEP_S, 0.0) is None
+    assert left_s(new, STEP_S, 2.0 * STEP_S, 0.0) == pytest.approx(2.0 * STEP_S)
+    left = left_s(proven, STEP_S, 2.0 * STEP_S, 0.0)
+    assert left is not None
+    assert left < 2.0 * STEP_S
+
+
+def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
+    left = left_s(SpeedRecord(), 5 * STEP_S, 0.12, 2.0)
+    assert left == pytest.approx(4.0 * 5 * STEP_S - 0.12)
+
+
+def test_the_ratio_that_a_review_found_counts() -> None:
+    record = kept_pace()
+    record.slowness = Slowness(Measure.TTFT, 10.0, 0.8, STEP_S)
+    assert left_s(record, STEP_S, 0.16, 0.0) == pytest.approx(10.0 * STEP_S - 0.16 - LEAST_LATE_S)
+
+
+def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_time() -> None:
+    record = waiting(computed())
+    for _ in range(30):
+        record.tracks[0].learn(2.0)
+    members = [member(record), member(computed()), member(computed())]
+    assert Expectations().stalled(members, 3.0 * STEP_S) == []
+
+
+def test_overtaken_prompts_are_evidence_once() -> None:
+    """The first one tells how long the step took; those behind it tell nothing."""
+    record = waiting(SpeedRecord(), prompts=3)
+    for _ in range(3):
+        record.overtaken(1500, 1500, 0.4, is_doubted=False)
+    record.prepare(1.0)
+    assert record.waiting == 0
+    assert record.tracks[0].recent.total == 1.0
+    assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.4)
+
+
+def test_a_delay_at_an_endpoint_in_doubt_is_expected_to_double() -> None:
+    record = waiting(SpeedRecord())
+    record.overtaken(1500, 1500, 0.4, is_doubted=True)
+    record.prepare(1.0)
+    assert sum(record.tracks[0].recent.seconds) == pytest.approx(0.8)
+
+
+def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
+    record = SpeedRecord()
+    record.sent(1000, 0.0)
+    record.sent(2000, 0.2)
+    record.overtaken(2000, 1000, 0.4, is_doubted=False)
+    assert (record.waiting, record.since) == (1, 0.0)
+
+
+def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -> None:
+    """In a pool of two, the mean of both would be no measure of the faster one."""
+    slow, fast = computed(3, 0.8), computed(3)
+    expectations = Expectations()
+    members = [member(slow), member(fast)]
+    expectations.yardsticks = review(members, 1.0, SlowLimits())
+    assert expectations.first_byte_s(members[1], Measure.TTFT, 1500) == pytest.approx(STEP_S)
+
+
+def test_after_a_doubt_the_ceiling_grows_step_by_step() -> None:
+    load = EndpointLoad(0)
+    assert not is_doubted(load)
+    load.ceiling, ceilings = SUSPECT_CEILING, []
+    assert is_doubted(load)
+    while load.ceiling != NO_CEILING:
+        load.ceiling = raised_ceiling(load.ceiling)
+        ceilings.append(load.ceiling)
+    assert ceilings == [2, 4, 8, 16, 32, 64, NO_CEILING]

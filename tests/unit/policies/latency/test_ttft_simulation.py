@@ -1,0 +1,210 @@
+"""Simulated TTFT: whole steps, arrivals meanwhile, waits for KV, and the KV of shared prefixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies import ledger
+from policies.engine.output_length import Lately
+from policies.engine.running_averages import Arrivals
+from policies.engine.shared_prefix_kv import Prefixes
+from policies.engine.step_time import Belief, shape_for
+from policies.latency.ttft_simulation import MOST_STEPS
+from policies.load import EndpointLoad
+from policies.model import Request
+
+SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
+
+
+def load_of(kv_tokens: int | None = None) -> EndpointLoad:
+    load = EndpointLoad(0, Belief(SHAPE))
+    if kv_tokens is not None:
+        ledger.scraped(load, None, None, None, kv_tokens, 0.0)
+    return load
+
+
+def request(prompt: int, output: int = 100) -> Request:
+    return Request("id", "m", "t", prompt, output)
+
+
+def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
+    """Return the prediction for a request that is removed again at once."""
+    entry = ledger.book(load, request(prompt), cached, now)
+    assert entry.predicted_ttft_s is not None
+    entry.dropped(now)
+    return entry.predicted_ttft_s
+
+
+def step_s(tokens: int) -> float:
+    """Return the time of one step with this many tokens of one prompt, without a batch."""
+    work_s = max(SHAPE.token_s * tokens, SHAPE.weights_s) + SHAPE.wire_s * tokens
+    return work_s + SHAPE.pair_s * tokens * tokens / 2 + SHAPE.step_s
+
+
+def test_a_prompt_that_fits_one_step_takes_that_step() -> None:
+    assert foreseen(load_of(), 5000, 0.0) == pytest.approx(step_s(5000))
+
+
+def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
+    load = load_of()
+    ledger.book(load, request(5000), 0, 0.0)
+    ledger.scraped(load, None, None, None, None, 0.001)  # the first step is running
+    assert foreseen(load, 2000, 0.01) == pytest.approx(step_s(5000) - 0.01 + step_s(2000), rel=0.01)
+
+
+def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one() -> None:
+    busy, calm = load_of(), load_of()
+    for number in range(200):
+        now = 0.05 * number
+        ledger.book(busy, request(500), 0, now).dropped(now)
+    for load in (busy, calm):
+        ledger.book(load, request(8000), 0, 10.0)
+        ledger.scraped(load, None, None, None, None, 10.001)
+    assert foreseen(busy, 1000, 10.01) > 1.2 * foreseen(calm, 1000, 10.01)
+
+
+def test_few_arrivals_are_not_expected_within_a_time_in_which_most_prompts_meet_none() -> None:
+    arrivals = Arrivals(0.0)
+    for number in range(20):
+        arrivals.came(1000, 2.0 * number)
+    assert arrivals.behind(1.0) == 0.0
+    assert 3000.0 < arrivals.behind(12.0) < 6000.0
+
+
+def test_a_burst_at_the_beginning_is_no_rate() -> None:
+    arrivals = Arrivals(0.0)
+    for _ in range(10):
+        arrivals.came(1000, 0.01)
+    assert arrivals.behind(5.0) == 0.0
+
+
+def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
+    load, now = load_of(50_000), 0.0
+    for _ in range(100):  # answers of 200 tokens where 100 were expected
+        entry = ledger.book(load, request(100), 0, now)
+        entry.first_token(now + 0.03)
+        now += 3.0
+        entry.finished(now, 200)
+    ledger.book(load, request(40_000), 0, now).first_token(now + 3.0)
+    told_s = foreseen(load, 20_000, now + 3.0)
+    assert told_s == pytest.approx(
+        200 * load.timeline.decode_s + foreseen(load_of(), 20_000, 0.0), rel=0.15
+    )
+
+
+def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
+    load, now = load_of(50_000), 0.0
+    for _ in range(6):
+        ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
+        now += 0.1
+    crowded = foreseen(load, 8000, now, 7500)
+    ledger.scraped(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
+    assert crowded > 5 * foreseen(load, 8000, now, 7500)
+
+
+def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_it_while_others_decode() -> (
+    None
+):
+    load = load_of(50_000)
+    answer = ledger.book(load, request(41_000), 0, 0.0)
+    answer.first_token(3.0)
+    ledger.book(load, request(8000), 0, 3.0)
+    timeline = load.timeline
+    timeline.advance(load, 3.1)
+    assert (timeline.busy, len(timeline.queue)) == (True, 0)
+    ticks = timeline.tick
+    timeline.advance(load, 5.0)
+    assert (timeline.busy, len(timeline.queue), timeline.queued_tokens) == (False, 1, 8000)
+    assert timeline.tick - ticks == pytest.approx(2.0 / timeline.decode_s, rel=0.02)
+    answer.finished(5.0, 100)
+    timeline.advance(load, 5.1)
+    assert timeline.busy
+
+
+def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
+    load = load_of(50_000)
+    ledger.book(load, request(42_000), 0, 0.0).first_token(3.0)
+    alone_s = foreseen(load_of(), 8000, 0.0)
+    assert foreseen(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
+    assert foreseen(load, 8900, 3.0) > 5 * alone_s
+
+
+def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
+    load, now = load_of(50_000), 0.0
+    for _ in range(6):  # all share one prefix, which no scrape has shown yet
+        ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
+        now += 0.1
+    entry = ledger.book(load, request(8000), 7500, now)
+    timeline = load.timeline
+    timeline.advance(load, now + 0.05)
+    steps, lacking = timeline.prefill_steps, timeline.needs(entry) - timeline.kv_free(load)
+    assert (timeline.busy, lacking > 5000) == (False, True)
+    entry.first_token(now + 0.1)
+    assert (timeline.prefill_steps, timeline.queued_tokens) == (steps + 1, 0)
+    assert 0.0 <= timeline.kv_free(load) < lacking
+
+
+def test_what_a_prefix_takes_is_held_once_by_all_and_gone_with_the_last() -> None:
+    prefixes = Prefixes()
+    prefixes.hold(1000)
+    assert (prefixes.tokens, prefixes.distinct, prefixes.alone()) == (1000, 1000.0, 1.0)
+    prefixes.tokens, prefixes.distinct = 10_000, 1000.0
+    prefixes.hold(1000)
+    assert prefixes.distinct == pytest.approx(1010.0)
+    for _ in range(11):
+        prefixes.release(1000)
+    assert (prefixes.tokens, prefixes.distinct) == (0, 0.0)
+
+
+def test_what_is_left_of_an_answer_is_as_of_those_that_came_as_far() -> None:
+    lately = Lately()
+    for number in range(100):
+        lately.ended(100 + number, 50)
+    assert lately.left(0, 50, 0.0) == pytest.approx(100)
+    assert lately.left(0, 50, 0.5) == pytest.approx(150, abs=2)
+    assert lately.left(180, 50, 0.5) == pytest.approx(10, abs=2)
+    assert lately.left(500, 50, 0.5) == 500
+
+
+def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
+    load, now = load_of(), 0.0
+    for number in range(300):
+        tokens, slower = (8192, 1.0) if number % 2 else (2048, 1.15)
+        entry = ledger.book(load, request(tokens), 0, now)
+        prompts_s = slower * (step_s(tokens) - SHAPE.step_s) + SHAPE.step_s
+        entry.first_token(now + prompts_s)
+        entry.dropped(now + 1.0)
+        now += 2.0
+    belief = load.belief
+    assert belief.pace(8192) == pytest.approx(1.0, abs=0.03)
+    assert belief.pace(2048) == pytest.approx(1.15, abs=0.03)
+
+
+def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> None:
+    played, reckoned = load_of(), load_of()
+    for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
+        for _ in range(prompts):
+            ledger.book(load, request(3000), 0, 0.0)
+    longer_s = foreseen(reckoned, 3000, 0.0) - foreseen(played, 3000, 0.0)
+    assert abs(longer_s) < 0.1 * foreseen(played, 3000, 0.0)
+
+
+def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
+    load = load_of(kv_tokens=5000)
+    entry = ledger.book(load, request(5000), 0, 0.0)
+    ledger.scraped(load, None, None, None, None, 0.001)
+    entry.dropped(500.0)
+    assert load.timeline.kv_prompts == 0
+    assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
+
+
+def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
+    load = load_of(kv_tokens=10_000)
+    coming = ledger.reserve(load, request(9000), 0, 0.0)
+    assert foreseen(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
+    whole = ledger.book(load, request(3000), 0, 0.0)
+    whole.first_token(step_s(3000))
+    assert load.timeline.kv_free(load) == 7000
+    assert load.kv_free < 0  # the forecast for picks includes what is expected
+    coming.first_token(1.0)
+    assert foreseen(load, 3000, 1.0) > 2 * step_s(3000)

@@ -1,0 +1,304 @@
+"""The price: what each term depends on, and that the terms add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, sqrt
+from random import Random
+
+import msgspec
+import pytest
+
+from policies import registry
+from policies.contract import DECODE, WHOLE, Part
+from policies.engine.step_time import PRIOR_VAR, Speed
+from policies.model import Ask, Candidate, Request, Slo
+from policies.pricing.price import Priced, Prices, level, patience_s
+from policies.run import pick
+from tests.unit.policies.builders import ask, candidate
+
+PRICES = Prices(Priced())
+
+
+def outlook(slot: int, **numbers: object) -> Candidate:
+    """Return an endpoint with about 20 ms per step and 60 us per prompt token.
+
+    Keywords set more.
+    """
+    usual: dict[str, object] = {
+        "ready_at": 0.0,
+        "token_s": 6e-5,
+        "pair_s": 1e-9,
+        "fixed_s": 0.03,
+        "step_s": 0.02,
+        "sequence_s": 1e-5,
+        "context_s": 1e-8,
+        "kv_tokens": 600_000.0,
+    }
+    return candidate(slot, cap=1000, **(usual | numbers))
+
+
+def term(question: Ask, one: Candidate, name: str) -> float:
+    (parts,) = PRICES.terms(question, [one])
+    return parts[name]
+
+
+def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
+    """Return the factors as the price sees them; unknown ones belong to unobserved endpoints."""
+    speeds = [Speed(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
+    for speed, factor in zip(speeds, factors, strict=True):
+        speed.factor = factor
+    return [factor * times for factor, times in zip(factors, level(speeds, 1.5), strict=True)]
+
+
+def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
+    fleet = [
+        outlook(slot, ready_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot)
+        for slot in range(5)
+    ]
+    question = ask(9000, 300, cached=[0, 4096, 0, 8192])
+    explained: list[Mapping[str, float]] = list(PRICES.terms(question, fleet))
+    for parts, score in zip(explained, PRICES.scores(question, fleet), strict=True):
+        assert set(parts) == {"ttft", "tpot", "others", "work", "kv"}
+        assert sum(parts.values()) == pytest.approx(-score)
+
+
+def test_slowdown_is_spread_over_the_slowed_answer() -> None:
+    busy = outlook(0, answers=10, expected_tokens=10_000)
+    assert term(ask(9000, 50), busy, "others") == pytest.approx(
+        term(ask(9000, 1000), busy, "others")
+    )
+    short = outlook(0, answers=10, expected_tokens=1000)
+    assert term(ask(9000, 50), short, "others") > 5 * term(ask(9000, 50), busy, "others")
+
+
+def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_are_computed() -> (
+    None
+):
+    alone = outlook(0, in_flight=1, answers=1, expected_tokens=350)
+    beside_ten = outlook(1, in_flight=11, answers=1, expected_tokens=360)
+    harm = [term(ask(9000, 350), one, "others") for one in (alone, beside_ten)]
+    assert 0.0 < harm[1] == pytest.approx(harm[0], rel=0.05)
+
+
+def test_a_wait_for_kv_delays_only_the_own_first_token() -> None:
+    question = ask(8000, 300)
+    roomy, full = (
+        outlook(0, answers=20, expected_tokens=7000, kv_free=free, kv_s=5e-4)
+        for free in (9000.0, 4000.0)
+    )
+    assert term(question, full, "ttft") > 10 * term(question, roomy, "ttft")
+    assert term(question, full, "others") == term(question, roomy, "others")
+    behind = outlook(1, kv_free=4000.0, kv_s=5e-4, ready_at=103.0)
+    assert term(question, behind, "ttft") == term(question, outlook(2, ready_at=103.0), "ttft")
+
+
+def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
+    question, idle, queue = (
+        ask(4000, 300),
+        outlook(0, expected_tokens=7000),
+        outlook(1, expected_tokens=7000, ready_at=103.0),
+    )
+    assert term(question, queue, "ttft") > 10 * term(question, idle, "ttft")
+    assert term(question, queue, "others") > term(question, idle, "others")
+    assert term(question, queue, "work") == term(question, idle, "work")
+
+
+def test_a_first_token_at_its_budget_costs_one_request() -> None:
+    question = ask(1000, 100)
+    at_budget = outlook(0, fixed_s=0.0, token_s=5.0 / 1000, pair_s=0.0)
+    assert term(question, at_budget, "ttft") == pytest.approx(1.0)
+
+
+def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
+    question = ask(1000, 100)
+    steps = [
+        term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
+    ]
+    assert 0.0 < steps[2] - steps[1] == pytest.approx(Priced().overdue)
+    assert steps[1] - steps[0] > steps[2] - steps[1]
+
+
+def test_a_prefix_cached_elsewhere_makes_prefill_here_redundant() -> None:
+    question = ask(20_000, 300, cached=[0, 16_384])
+    cold, warm = outlook(0), outlook(1)
+    assert term(question, warm, "work") < 0.3 * term(question, cold, "work")
+    assert PRICES.scores(question, [cold, warm])[1] > PRICES.scores(question, [cold, warm])[0]
+
+
+def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
+    question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, regret=0.5)
+    assert term(question, thrashing, "work") == pytest.approx(2.5 * term(question, calm, "work"))
+
+
+def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
+    question = ask(8000, 300)
+    full, free = outlook(0, kv_booked=1_200_000), outlook(1, kv_booked=60_000, ready_at=100.5)
+    assert term(question, full, "kv") > term(question, free, "kv")
+    assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
+
+
+def test_a_scrape_counts_external_requests_only_while_fresh() -> None:
+    question = ask(4000, 300)
+    seen = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
+    alone, old, fresh = (
+        outlook(0),
+        outlook(1, scraped_at=90.0, **seen),
+        outlook(2, scraped_at=99.0, **seen),
+    )
+    prices = PRICES.prices(question, [alone, old, fresh])
+    assert prices[0] == prices[1] < prices[2]
+
+
+def test_time_spent_waiting_at_the_gateway_is_gone_from_the_budget() -> None:
+    request = Request(
+        "id", "model", "tenant", 4000, 300, slo=Slo("tight", 2.0, 0.1), arrived_s=10.0
+    )
+    assert patience_s(request, 10.0) == 2.0
+    assert patience_s(request, 11.5) == pytest.approx(0.5)
+    assert patience_s(request, 99.0) == pytest.approx(0.1)
+
+
+def test_similar_speeds_count_as_equal_and_slow_ones_do_not() -> None:
+    assert levelled([1.0, 1.2, 0.9]) == pytest.approx([1.0, 1.0, 1.0])
+    assert levelled([1.0, 1.0, 4.0]) == pytest.approx([1.0, 1.0, 4.0 / 1.5])
+
+
+def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
+    assert levelled([5.0, 5.0, 1.0], unknown=(2,)) == pytest.approx(
+        [5.0, 5.0, 1.5 * exp(2.0 * sqrt(PRIOR_VAR))]
+    )
+    assert levelled([3.0, 3.0, 1.0], unknown=(2,)) == pytest.approx([3.0, 3.0, 3.0])
+    assert levelled([3.0, 3.0, 1.0]) == pytest.approx([3.0, 3.0, 1.5])
+
+
+def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
+    fleet = [outlook(slot) for slot in range(3)]
+    for one, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
+        one.load.belief.prefill.factor, one.load.belief.prefill.var = factor, 0.0
+        one.load.token_s *= factor
+        one.load.pair_s *= factor
+    prices = PRICES.prices(ask(8000, 300), fleet)
+    assert prices[0] == pytest.approx(prices[1])
+    assert prices[2] > 1.2 * prices[0]
+
+
+def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
+    question, one = ask(8000, 300), [outlook(0, expected_tokens=5000)]
+    prefill = PRICES.explain(question, one, 0, Part(decodes=0.0, transfer_s=0.2))
+    decode, whole = (
+        PRICES.explain(question, one, 0, DECODE),
+        PRICES.explain(question, one, 0, WHOLE),
+    )
+    assert prefill.tpot == 0.0
+    assert prefill.ttft > whole.ttft
+    assert prefill.work == pytest.approx(whole.work)
+    assert decode.ttft < whole.ttft
+    assert decode.work == 0.0
+    one[0].load.regret = 0.5
+    assert PRICES.explain(question, one, 0, DECODE).work == pytest.approx(1.5 * prefill.work)
+    assert decode.tpot == pytest.approx(whole.tpot)
+    assert decode.others < whole.others
+
+
+def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
+    question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, ready_at=103.0)]
+    free, queued = (
+        PRICES.explain(question, idle, 0, DECODE),
+        PRICES.explain(question, busy, 0, DECODE),
+    )
+    assert free.ttft < 1e-4
+    assert queued.ttft > 0.1
+
+
+def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
+    question = ask(8000, 300)
+    crowded, among_prompts = outlook(0, step_s=0.03), outlook(1, step_s=0.03)
+    among_prompts.load.context_s = 1.5 * among_prompts.load.belief.context_s
+    crowded.load.context_s = crowded.load.belief.context_s
+    assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")
+    assert PRICES.prices(question, [among_prompts])[0] > PRICES.prices(question, [crowded])[0]
+
+
+def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
+    fleet = [
+        outlook(
+            slot,
+            ready_at=100.0 + slot,
+            expected_tokens=700 * slot,
+            kv_booked=99_000 * slot,
+            context_s=9e-8 * slot,
+        )
+        for slot in range(4)
+    ]
+    question = ask(9000, 300, cached=[512, 4096])
+    for part in (WHOLE, DECODE, Part(decodes=0.0, transfer_s=0.7)):
+        totals = [PRICES.explain(question, fleet, index, part).total for index in range(4)]
+        assert PRICES.prices(question, fleet, part) == pytest.approx(totals)
+
+
+def test_the_cheapest_price_is_that_of_the_pick() -> None:
+    fleet = [outlook(slot, ready_at=101.0 + slot) for slot in range(4)]
+    question = ask(9000, 300)
+    found = pick(registry.build("priced", {}), question, fleet)
+    assert found is not None
+    assert found.candidate is fleet[0]
+    assert min(PRICES.prices(question, fleet)) == pytest.approx(-found.score)
+
+
+def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
+    """Cached behind a queue of three seconds: worth waiting for with a minute's budget, not with
+    two seconds.
+    """
+    fleet = [outlook(0, ready_at=103.0), outlook(1)]
+    usual = ask(30_000, 300, cached=[28_672])
+    chosen = [
+        PRICES.scores(
+            msgspec.structs.replace(usual, request=msgspec.structs.replace(usual.request, slo=slo)),
+            fleet,
+        )
+        for slo in (Slo("interactive", 2.0, 0.05), Slo("batch", 60.0, 0.5))
+    ]
+    assert chosen[0][1] > chosen[0][0]
+    assert chosen[1][0] > chosen[1][1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"late": 0.5}, {"work_weight": -1.0}, {"fresh_s": -1.0}, {"kv_weight": 1e10}, {"alike": 0.0}],
+)
+def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(
+        registry.PolicyConfigError, match=f"priced.{next(iter(wrong))}: Expected `float` [<>]="
+    ):
+        registry.build("priced", wrong)
+
+
+def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> (
+    None
+):
+    """One learned from short prompts that all its work is slower, others from long ones that
+    attention is.
+
+    Both are right about what they observed, and equalizing one factor alone would separate them.
+    """
+    fleet = [outlook(slot) for slot in range(3)]
+    for each, (prefill, pairs) in zip(
+        fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True
+    ):
+        belief = each.load.belief
+        belief.prompts.factors[0], belief.prompts.factors[-1] = prefill, pairs
+        belief.settle()
+        each.load.token_s, each.load.pair_s = belief.token_s, belief.pair_s
+    scores = PRICES.scores(ask(90_000, 100), fleet)
+    assert max(scores) / min(scores) == pytest.approx(1.0, abs=0.02)
+
+
+def test_equal_endpoints_share_the_picks() -> None:
+    policy, rng, counts = registry.build("priced", {}), Random(3), [0] * 4
+    fleet = [outlook(slot) for slot in range(4)]
+    for _ in range(400):
+        found = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)
+        assert found is not None
+        counts[found.candidate.load.slot] += 1
+    assert min(counts) > 60

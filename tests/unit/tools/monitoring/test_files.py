@@ -1,0 +1,270 @@
+"""Dashboards, rules and runbooks match the catalogue and are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.labels import Row
+from gateway.metrics.metric_types import Label
+from tools.monitoring import rules
+from tools.monitoring.__main__ import main
+from tools.monitoring.alerts import ALERTS
+from tools.monitoring.dashboards import BOARDS, completed, family_of
+from tools.monitoring.files import files, queries
+from tools.monitoring.promql import asked, filled, filtered, grouped, selector
+from tools.monitoring.titles import TITLES
+
+ROOT = Path(__file__).parents[4]
+RUNBOOKS = ROOT / "docs" / "runbooks"
+BOARD_FILES = [path for path in files() if path.endswith(".json")]
+PARTS = ("## What it means", "## First look", "## Causes", "## What to do")
+
+
+def families() -> set[str]:
+    return {spec.name for spec in Metrics().catalogue()}
+
+
+def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
+    rows = [row for board in BOARDS for row in board.rows]
+    assert sorted(rows) == sorted(Row)
+    asked_for = {family_of(each.name) for query in queries().values() for each in asked(query)}
+    assert families() <= asked_for
+
+
+def test_every_series_of_a_query_is_in_the_catalogue() -> None:
+    labels = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    process = {"up", *(name for name in known() if name.startswith("process_"))}
+    for where, query in queries().items():
+        allowed: set[str] = {"instance", "job", "namespace"}
+        for each in asked(query):
+            if each.name in rules.recorded():
+                allowed |= {"slo", "pool", "model"}
+            elif each.name not in process:
+                assert family_of(each.name) in labels, f"{where}: {each.name}"
+                allowed |= labels[family_of(each.name)]
+            assert each.labels <= allowed, f"{where}: {each}"
+        assert grouped(query) <= allowed, where
+
+
+def known() -> set[str]:
+    page = Metrics().render().decode()
+    return {line.split("{")[0].split()[0] for line in page.splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("path", BOARD_FILES)
+def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
+    board: dict[str, Any] = json.loads(files()[path])
+    assert Path(path).stem == board["uid"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["type"] in ("timeseries", "stat")
+            assert [target["refId"] for target in panel["targets"]] == list(
+                "ABCDEFG"[: len(panel["targets"])]
+            )
+            assert all(
+                target["expr"] and target["datasource"] == panel["datasource"]
+                for target in panel["targets"]
+            )
+
+
+@pytest.mark.parametrize("alert", rules.names())
+def test_every_alert_has_a_runbook(alert: str) -> None:
+    text = (RUNBOOKS / f"{alert}.md").read_text()
+    assert text.startswith(f"# {alert}\n")
+    places = [text.index(part) for part in PARTS]
+    assert places == sorted(places)
+    assert all(len(part.split()) >= 15 for part in text.split("## ")[1:]), "half a page, not a line"
+
+
+def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
+    for path in RUNBOOKS.glob("*.md"):
+        for each in asked(
+            " ".join(
+                part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
+            )
+        ):
+            if each.name.startswith("penstock_"):
+                assert family_of(each.name) in families() | known(), f"{path.name}: {each.name}"
+
+
+def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
+    found = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    alerts = [rule for group in found["groups"] for rule in group["rules"] if "alert" in rule]
+    assert {rule["alert"] for rule in alerts} == set(rules.names())
+    assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
+    for rule in alerts:
+        assert (
+            rule["annotations"]["runbook_url"]
+            == f"https://runbooks.example/penstock/{rule['alert']}.md"
+        )
+        assert rule["labels"]["severity"] in ("page", "ticket")
+    ttft = next(rule for rule in alerts if rule["alert"] == "PenstockTtftBurn")
+    assert ttft["expr"] == (
+        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
+    )
+
+
+def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
+    tests = YAML(typ="safe").load(rules.trials())["tests"]
+    fired = {test["alert_rule_test"][0]["alertname"]: [] for test in tests}
+    for test in tests:
+        fired[test["alert_rule_test"][0]["alertname"]].append(
+            bool(test["alert_rule_test"][0]["exp_alerts"])
+        )
+    assert set(fired) == set(rules.names())
+    assert all({True, False} == set(both) for both in fired.values())
+    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+
+
+def test_the_command_writes_all_files_with_the_given_runbook_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["observe", "--into", str(tmp_path), "--runbooks", "https://wiki.example"]
+    )
+    main()
+    written = {
+        path.relative_to(tmp_path).as_posix(): path.read_text()
+        for path in tmp_path.rglob("*.*")
+        if path.is_file()
+    }
+    assert written == dict(files("https://wiki.example"))
+
+
+NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True).filter(
+    lambda name: name not in ("and", "or", "inf", "nan")
+)
+LABELS = st.dictionaries(
+    st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True),
+    st.text(alphabet="ab ~|{}(),=", max_size=6),
+)
+
+
+@given(NAMES, LABELS)
+def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]) -> None:
+    query = (
+        f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
+    )
+    assert set(asked(query)) == {
+        type(asked(query)[0])(name, frozenset(matchers)),
+        type(asked(query)[0])(name, frozenset()),
+    }
+    assert grouped(query) == {"x", "y", "z"}
+
+
+def variables(query: str) -> dict[str, set[str]]:
+    """Return the variables by which each series of the query is filtered."""
+    found = {}
+    for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
+        found[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
+    return found
+
+
+@pytest.mark.parametrize("path", BOARD_FILES)
+def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None:
+    board: dict[str, Any] = json.loads(files()[path])
+    exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    chosen = {"job", "namespace", "pool", "model"}
+    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", *chosen}
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            found = variables(target["expr"])
+            assert found.keys() == {each.name for each in asked(target["expr"])}, target["expr"]
+            for name, limits in found.items():
+                labels = chosen if name in rules.recorded() else exposed.get(family_of(name), set())
+                assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
+
+
+def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label_too() -> None:
+    query = filtered(
+        'sum (rate(penstock_x{a="b"}[$__rate_interval])) + penstock_y', lambda name: {"job", "pool"}
+    )
+    assert query == (
+        'sum (rate(penstock_x{a="b", job=~"$job", pool=~"$pool"}[$__rate_interval])) '
+        '+ penstock_y{job=~"$job", pool=~"$pool"}'
+    )
+    assert filled(query, "10s") == (
+        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + penstock_y{job=~".*", pool=~".*"}'
+    )
+
+
+def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> None:
+    titles = [
+        panel.title
+        for spec in BOARDS
+        for row in completed(spec, Metrics().catalogue()).values()
+        for panel in row
+    ]
+    assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)
+    assert not [
+        title for title in titles if re.search(r"_|\b(P > D|leg|regret|blind|itl|e2e)\b", title)
+    ]
+    assert len(set(TITLES.values())) == len(TITLES)
+    assert TITLES.keys() <= families()
+
+
+def test_every_alert_has_a_job_and_a_namespace() -> None:
+    everywhere = {
+        "PenstockAbsent",
+        "PenstockDown",
+        "PenstockRedisDegraded",
+    }  # no target; labels of the series itself
+    for alert in ALERTS:
+        if alert.name not in everywhere:
+            assert {"job", "namespace"} <= grouped(alert.value), alert.name
+            assert {("job", "penstock"), ("namespace", "llm")} <= set(alert.labels), alert.name
+
+
+def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() -> None:
+    for spec in Metrics().catalogue():
+        assert not {label.name for label in spec.labels} & {
+            "instance",
+            "job",
+            "namespace",
+            "le",
+            "quantile",
+            "__name__",
+        }
+        assert all(isinstance(label, Label) for label in spec.labels)
+
+
+def test_the_retry_budget_alert_needs_requests() -> None:
+    """An idle gateway with a floor of 0 has no retries left, which is no problem."""
+    (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
+    assert alert.rule.endswith(
+        " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
+    )
+    assert alert.besides in queries().values()
+
+
+def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
+    """Two jobs that scrape one gateway duplicate its series, which Prometheus cannot pair."""
+    each_one = "(job, namespace, instance, pool, endpoint)"
+    paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
+    assert len(paired) == 2
+    for value in paired:
+        left, right = value.split(f" * on {each_one} ")
+        assert left.endswith(f"(min by {each_one} (penstock_endpoint_up)")
+        assert right.startswith(f"sum by {each_one} (")

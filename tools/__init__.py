@@ -1,0 +1,1 @@
+"""Generators of documents, dashboards and rules, and the tooling that compiles modules. Not shipped."""

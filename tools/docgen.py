@@ -1,0 +1,362 @@
+"""Generates the reference pages, the JSON Schema, dashboards and alert rules from the code.
+
+Run by `make docs`. A test compares the files with this module's output, so that they stay current.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer.main
+
+from gateway.cli import main as cli
+from gateway.config import json_schema
+from gateway.config.tree import Config
+from gateway.disagg.state_machine import KEPT, TABLE
+from gateway.metrics.catalogue import Metrics
+from gateway.metrics.labels import Row
+from gateway.metrics.metric_types import Spec
+from gateway.workers.supervisor_metrics import Figures
+from policies import admission_registry, registry
+from tools.monitoring.files import files
+
+_GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
+
+
+def pages() -> Mapping[str, str]:
+    """Return the text of every generated file by its path from the project root."""
+    return {
+        "docs/reference/config.md": config_page(),
+        "docs/reference/metrics.md": metrics_page(),
+        "docs/reference/cli.md": cli_page(),
+        "docs/reference/split-states.md": states_page(),
+        "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+        **files(),
+    }
+
+
+def config_page() -> str:
+    """Return the page of every section and key of the configuration file."""
+    schema = json_schema()
+    parts = [
+        _GENERATED_NOTE,
+        _CONFIG_INTRO,
+        _section("The file", Config.__doc__ or "", schema, schema),
+    ]
+    for path, name in _sections("", schema, schema):
+        definition = schema["$defs"][name]
+        parts.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
+    return "\n".join([*parts, _policies(), _admissions()])
+
+
+def metrics_page() -> str:
+    """Return the page of every metric with its labels and buckets."""
+    catalogue = (*Metrics().catalogue(), *Figures().catalogue())
+    table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
+    caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
+    buckets = "\n".join(
+        f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}"
+        for spec in catalogue
+        if spec.buckets
+    )
+    shown_caps = _table(
+        ("label", "maximum number of values"),
+        [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())],
+    )
+    return "\n".join(
+        [
+            _GENERATED_NOTE,
+            _METRICS_INTRO,
+            table,
+            "## Labels\n",
+            _LABELS_INTRO,
+            shown_caps,
+            "## Buckets\n",
+            buckets,
+            "",
+        ]
+    )
+
+
+def _row(row: Row, specs: Sequence[Spec]) -> str:
+    """Return the metric families of one dashboard row."""
+    rows = [
+        (
+            f"`{spec.name}`",
+            f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.marked else ""),
+            ", ".join(f"`{name}`" for name in spec.exposed),
+            spec.help,
+            spec.merge,
+            f"`{spec.owner}`",
+        )
+        for spec in specs
+    ]
+    return f"## {row}\n\n" + _table(
+        ("metric", "type, unit", "labels", "meaning", "workers", "owner"), rows
+    )
+
+
+def cli_page() -> str:
+    """Return the page of every command with its arguments and options."""
+    group: Any = typer.main.get_command(cli.app)
+    context = group.make_context("penstock", ["version"], resilient_parsing=True)
+    parts = [_GENERATED_NOTE, _CLI_INTRO]
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        parts += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
+    return "\n".join(parts)
+
+
+def states_page() -> str:
+    """Return the state table of a split request, state by state."""
+    parts = [_GENERATED_NOTE, _STATES_INTRO]
+    for state, (owner, deadline) in KEPT.items():
+        rows = [
+            (
+                f"`{event.name.lower()}`",
+                event.value,
+                row.state.replace("_", " "),
+                "; ".join(act.value for act in row.acts) or "nothing",
+            )
+            for (source_state, event), row in TABLE.items()
+            if source_state is state
+        ]
+        parts.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
+        parts.append(_table(("event", "what happened", "next state", "actions"), rows))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write all files; run it from the project root."""
+    for path, text in pages().items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+
+
+def _sections(
+    path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield (path in the file, definition name) of every section below `definition`."""
+    for key, field in definition.get("properties", {}).items():
+        name, suffix = _target(field)
+        if name and "properties" in schema["$defs"][name]:
+            section_path = f"{path}.{key}{suffix}".lstrip(".")
+            yield section_path, name
+            yield from _sections(section_path, schema["$defs"][name], schema)
+
+
+def _target(field: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return the definition that a field refers to, and its path suffix.
+
+    The suffix is [] for a list and .NAME for a mapping.
+    """
+    if "$ref" in field:
+        return str(field["$ref"]).rsplit("/", 1)[-1], ""
+    for choice in field.get("anyOf", ()):
+        if "$ref" in choice:
+            return _target(choice)
+    if "items" in field:
+        return _target(field["items"])[0], "[]"
+    for inner in _values_of(field):
+        return _target(inner)[0], ".NAME"
+    return None, ""
+
+
+def _values_of(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inner = [*field.get("patternProperties", {}).values()]
+    extra = field.get("additionalProperties")
+    return [*inner, extra] if isinstance(extra, dict) else inner
+
+
+def _section(
+    title: str, text: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> str:
+    required = definition.get("required", ())
+    rows = [
+        (
+            f"`{key}`",
+            _type(field, schema),
+            _default(field, key in required),
+            _meaning(field, schema),
+        )
+        for key, field in definition["properties"].items()
+    ]
+    return f"## {title}\n\n{text.strip()}\n\n" + _table(("key", "type", "default", "meaning"), rows)
+
+
+def _meaning(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    name, _ = _target(field)
+    return str(
+        field.get("description") or (schema["$defs"][name].get("description", "") if name else "")
+    )
+
+
+def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    if "$ref" in field:
+        target = schema["$defs"][str(field["$ref"]).rsplit("/", 1)[-1]]
+        return (
+            " or ".join(f"`{value}`" for value in target["enum"]) if "enum" in target else "section"
+        )
+    if "anyOf" in field:
+        return " or ".join(
+            _type(choice, schema) for choice in field["anyOf"] if choice.get("type") != "null"
+        )
+    if "items" in field:
+        return f"list of {_type(field['items'], schema)}s"
+    if inner := _values_of(field):
+        return f"mapping of name to {_type(inner[0], schema)}"
+    if "const" in field:
+        return f"`{field['const']}`"
+    if field.get("format") == "password":
+        return "secret"
+    if field.get("pattern") in _UNITS:
+        return _UNITS[field["pattern"]]
+    return _plain_type(field)
+
+
+def _plain_type(field: Mapping[str, Any]) -> str:
+    type_names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "object": "mapping",
+        "boolean": "true or false",
+    }
+    type_name = type_names[field["type"]]
+    low, high = field.get("minimum"), field.get("maximum")
+    return (
+        f"{type_name}, {low:g} to {high:g}"
+        if low is not None and high is not None and high <= 65536
+        else type_name
+    )
+
+
+_UNITS: Mapping[str, str] = {
+    str(schema["pattern"]): word
+    for schema, word in (
+        (json_schema()["$defs"]["Timeouts"]["properties"]["connect"], "duration"),
+        (json_schema()["$defs"]["Limits"]["properties"]["body"], "size"),
+    )
+}
+
+
+def _default(field: Mapping[str, Any], required: bool) -> str:
+    if required:
+        return "required"
+    default = field.get("default")
+    if default is None or default in ({}, [], ()):
+        return ""
+    return f"`{default}`"
+
+
+def _policies() -> str:
+    table = _by_name(registry.names(), registry.params_type)
+    return "## Policies\n\n" + _table(("policy", "how it picks an endpoint", "parameters"), table)
+
+
+def _admissions() -> str:
+    table = _by_name(admission_registry.names(), admission_registry.params_type)
+    return "## Admissions\n\n" + _table(
+        ("admission", "which requests it admits", "parameters"), table
+    )
+
+
+def _by_name(
+    names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]
+) -> list[tuple[str, str, str]]:
+    rows = []
+    for name in names:
+        kind = params_type(name)
+        fields = ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "none"
+        rows.append((f"`{name}`", (kind.__doc__ or "").strip().splitlines()[0], fields))
+    return rows
+
+
+def _options(command: Any) -> str:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+        name = names if parameter.param_type_name == "option" else f"`{parameter.name.upper()}`"
+        has_no_default = (
+            parameter.default is None or parameter.default is False or parameter.default in ("", ())
+        )
+        default = "" if has_no_default or callable(parameter.default) else f"`{parameter.default}`"
+        meaning = getattr(parameter, "help", None) or ""
+        if getattr(parameter, "envvar", None):
+            meaning += f" Environment: `{parameter.envvar}`."
+        rows.append((name, "required" if parameter.required else default, meaning))
+    return _table(("argument or option", "default", "meaning"), rows) if rows else "No options.\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )
+
+
+_CONFIG_INTRO = """\
+# Configuration
+
+One YAML 1.2 file. `penstock check FILE` prints every problem with its line and column.
+`penstock schema` prints the JSON Schema for editors (`# yaml-language-server: $schema=...` as the
+first line). Sample files: `deploy/config/`.
+
+- Durations need a unit: `250ms`, `2s`, `1m30s` (us, ms, s, m, h, d). A bare number is an error.
+- Sizes need a unit: `32MiB`, `1KB` (B; KB, MB, GB by 1000; KiB, MiB, GiB by 1024).
+- `${NAME}` is an environment variable, `${NAME:-default}` one with a default. `${file:/path}` is
+  the text of a file without its last newline, for secrets only; a relative path starts at the
+  configuration's folder. `$${` is a literal `${`.
+- Secrets are never printed: not in logs, not in `/config`, not in errors.
+- Unknown keys and duplicate keys are errors.
+"""
+
+_METRICS_INTRO = """\
+# Metrics
+
+`GET /metrics` on the admin port returns them in Prometheus' text format. Units are base units;
+counters end in `_total`. The standard `process_*` metrics are included (CPU seconds, resident and
+virtual memory, file descriptors and their limit, start time). With `workers`, these are sums over
+the workers and their supervisor, and the start time is the supervisor's.
+
+A scraper that accepts `application/openmetrics-text` receives that format, with exemplars. Every
+bucket of a family with exemplars names the newest request that fell into it, and its trace.
+
+Series of an endpoint or a model also have the label `pool`, looked up in the configuration at the
+scrape. Each table is a row of the dashboards in `deploy/grafana/` (docs/observability.md). The
+column "workers" is how the series of several processes are merged, "owner" the module in
+`gateway/` that updates the metric. Metrics of `workers/supervisor.py` exist only with `workers`.
+"""
+
+_LABELS_INTRO = """\
+A label that has reached its maximum number of values is `other` for all further ones, which bounds
+the size of a scrape.
+"""
+
+_STATES_INTRO = """# States of a split request
+
+P is the prefill endpoint, D the decode endpoint (docs/life-of-a-split-request.md). The tables are
+those of `gateway/disagg/state_machine.py`. The end states are `done`, `failed` and `gone`. After `failed`,
+another attempt starts if the client has received no byte yet and the retry budget allows it.
+"""
+
+_CLI_INTRO = """\
+# Command line
+
+`penstock COMMAND --help` prints the same information. Exit codes: 0 success, 1 failure, 2 wrong
+usage, 130 stopped by Ctrl-C; `plan --fail-if-worse` also uses 3. Set `NO_COLOR` for output without
+colours.
+"""
+
+
+if __name__ == "__main__":
+    main()

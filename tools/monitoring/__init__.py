@@ -1,0 +1,1 @@
+"""Generators of Prometheus rules and Grafana dashboards from the catalogue of metrics."""

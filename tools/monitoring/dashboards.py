@@ -1,0 +1,369 @@
+"""The four dashboards as data: their rows, panels and queries.
+
+A metric family that no panel shows gets a generated panel. Not here: Grafana's JSON (tools/monitoring/grafana.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+from gateway.metrics.labels import Row
+from gateway.metrics.metric_types import Merge, Spec
+from tools.monitoring.promql import Asked, asked, quantile, rate, rate_or_zero, share
+from tools.monitoring.slos import JUDGED, OBJECTIVES
+from tools.monitoring.titles import TITLES
+
+WIDE_LABELS = frozenset({"hash", "version"})
+SUFFIXES = ("_bucket", "_sum", "_count")
+UNITS: Mapping[str, str] = MappingProxyType(
+    {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "tokens": "short"}
+)
+
+
+class Query(msgspec.Struct, frozen=True):
+    """One query of a panel, and the legend of its lines, which may contain {{label}}."""
+
+    expr: str
+    legend: str = ""
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """One panel: `unit` is a Grafana unit; `kind` is timeseries, stat or heatmap."""
+
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    kind: str = "timeseries"
+    text: str = ""
+
+
+class Board(msgspec.Struct, frozen=True):
+    """One dashboard: its file name, its title, and its rows with their handwritten panels."""
+
+    uid: str
+    title: str
+    rows: Mapping[Row, tuple[Panel, ...]]
+
+
+def _p(name: str, by: str = "", **matchers: str) -> tuple[Query, ...]:
+    suffix = " {{" + by + "}}" if by else ""
+    return tuple(
+        Query(quantile(q, name, by, **matchers), f"p{q * 100:g}{suffix}") for q in (0.5, 0.95, 0.99)
+    )
+
+
+def _one(expr: str, legend: str = "") -> tuple[Query, ...]:
+    return (Query(expr, legend),)
+
+
+_GOOD = rate_or_zero("penstock_goodput_total", kept="met")
+_JUDGED = rate("penstock_goodput_total", kept=JUDGED)
+_HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
+_CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
+_AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
+_SPLIT = rate_or_zero("penstock_split_decisions_total", decision="split")
+_SPLIT_SHARE = f"{_SPLIT} / {rate('penstock_split_decisions_total')}"
+
+OVERVIEW = Board(
+    "penstock-overview",
+    "Penstock / Overview and SLOs",
+    {
+        Row.PROMISES: (
+            Panel(
+                "Goodput: requests within their targets",
+                _one(f"{_GOOD} / {_JUDGED}"),
+                "percentunit",
+                "stat",
+                "Share of the requests that met the targets of their class.",
+            ),
+            Panel(
+                "Error budget left (3 days)",
+                tuple(Query(slo.budget_left(), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                "percentunit",
+                "stat",
+                "Share of the allowed errors that is left; below zero the objective is missed.",
+            ),
+            Panel(
+                "Requests outside the objectives (last hour)",
+                tuple(Query(slo.recorded("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                "percentunit",
+                text="An alert pages at 14.4 times the errors that the objective allows.",
+            ),
+            Panel(
+                "Requests by service class and result",
+                _one(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"),
+                "reqps",
+            ),
+        ),
+        Row.REQUESTS: (
+            Panel(
+                "Requests by status code",
+                _one(rate("penstock_requests_total", "code"), "{{code}}"),
+                "reqps",
+            ),
+            Panel(
+                "Unserved requests by reason",
+                _one(rate("penstock_requests_total", "reason", reason="!served"), "{{reason}}"),
+                "reqps",
+            ),
+            Panel(
+                "Refused requests by reason and class",
+                _one(rate("penstock_shed_total", "reason, class"), "{{reason}} {{class}}"),
+                "reqps",
+            ),
+            Panel(
+                "Retries by cause, and budget left",
+                (
+                    Query(rate("penstock_retries_total", "kind"), "{{kind}}"),
+                    Query("min(penstock_retry_budget_remaining)", "budget left"),
+                ),
+            ),
+        ),
+        Row.LATENCY: (
+            Panel(
+                "Time to first token",
+                _p("penstock_ttft_seconds"),
+                "s",
+                text="Each dot is one request (an exemplar).",
+            ),
+            Panel(
+                "Time per output token",
+                _p("penstock_tpot_seconds"),
+                "s",
+                text="Each dot is one request (an exemplar).",
+            ),
+            Panel(
+                "Time to first token by model",
+                _one(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"),
+                "s",
+            ),
+            Panel("Latency added by the gateway", _p("penstock_overhead_seconds"), "s"),
+        ),
+        Row.ADMISSION: (
+            Panel("Requests waiting by pool", _one("sum by (pool) (penstock_waiting)", "{{pool}}")),
+            Panel(
+                "Prompt tokens waiting by pool",
+                _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}"),
+            ),
+        ),
+    },
+)
+
+ROUTING = Board(
+    "penstock-routing",
+    "Penstock / Routing and cache",
+    {
+        Row.ENDPOINTS: (
+            Panel(
+                "Endpoints in rotation",
+                _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}"),
+            ),
+            Panel(
+                "Requests in flight by endpoint",
+                _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}"),
+            ),
+            Panel(
+                "Time since an awaited byte, by endpoint",
+                _one("max by (endpoint) (penstock_endpoint_progress_age_seconds)", "{{endpoint}}"),
+                "s",
+            ),
+            Panel(
+                "Time to first token",
+                _one(quantile(0.95, "penstock_ttft_seconds", "endpoint"), "p95 {{endpoint}}"),
+                "s",
+                text="A line far above the others is a slow endpoint.",
+            ),
+            Panel(
+                "Endpoint failures by kind",
+                _one(
+                    rate("penstock_upstream_errors_total", "endpoint, kind"),
+                    "{{endpoint}} {{kind}}",
+                ),
+            ),
+            Panel(
+                "KV cache in use by endpoint",
+                _one("max by (endpoint) (penstock_endpoint_kv_usage_ratio)", "{{endpoint}}"),
+                "percentunit",
+            ),
+        ),
+        Row.CACHE: (
+            Panel(
+                "Prefix cache hit ratio",
+                (Query(_HIT, "expected by the gateway"), Query(_CACHED, "reported by engines")),
+                "percentunit",
+            ),
+            Panel(
+                "Prompt tokens computed by cause",
+                _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}"),
+            ),
+            Panel(
+                "Avoidable prefill tokens per second",
+                _one(_AVOIDABLE, "spread or evicted"),
+                text="Tokens that another endpoint had cached, or an engine evicted. Ideal is 0.",
+            ),
+            Panel("Memory of the prefix index", _one("sum(penstock_prefix_index_bytes)"), "bytes"),
+        ),
+    },
+)
+
+SPLIT = Board(
+    "penstock-split",
+    "Penstock / Split and KV transfer",
+    {
+        Row.SPLIT: (
+            Panel(
+                "Share of requests split into prefill and decode",
+                _one(_SPLIT_SHARE),
+                "percentunit",
+                "stat",
+            ),
+            Panel(
+                "Split decisions by reason",
+                _one(
+                    rate("penstock_split_decisions_total", "decision, reason"),
+                    "{{decision}}: {{reason}}",
+                ),
+                "reqps",
+            ),
+            Panel(
+                "KV handoffs from prefill to decode",
+                _one(
+                    rate("penstock_split_pairs_total", "prefill, decode", result="served"),
+                    "{{prefill}} > {{decode}}",
+                ),
+                "reqps",
+                text="KV caches passed between groups, per second.",
+            ),
+            Panel(
+                "Failed KV handoffs from prefill to decode",
+                _one(
+                    share("penstock_split_pairs_total", "prefill, decode", result="failed"),
+                    "{{prefill}} > {{decode}}",
+                ),
+                "percentunit",
+            ),
+            Panel(
+                "Stages of the time to first token",
+                _one(quantile(0.95, "penstock_split_stage_seconds", "stage"), "p95 {{stage}}"),
+                "s",
+            ),
+            Panel(
+                "From the end of prefill to the first token",
+                _p("penstock_split_handoff_seconds"),
+                "s",
+            ),
+            Panel(
+                "Prefill and decode requests by result",
+                _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}"),
+            ),
+            Panel(
+                "KV caches freed unread, by reason",
+                _one(
+                    f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)",
+                    "{{reason}}",
+                ),
+            ),
+        ),
+    },
+)
+
+INTERNALS = Board(
+    "penstock-internals",
+    "Penstock / Gateway internals",
+    {
+        Row.PROCESS: (
+            Panel(
+                "Event loop delay",
+                _p("penstock_loop_lag_seconds"),
+                "s",
+                text="Above 100 ms all streams are delayed.",
+            ),
+            Panel(
+                "Resident memory",
+                _one("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"),
+                "bytes",
+            ),
+            Panel(
+                "CPU",
+                _one(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+                "percentunit",
+            ),
+            Panel(
+                "Open file descriptors",
+                _one("sum by (instance) (process_open_fds)", "{{instance}}"),
+            ),
+        ),
+        Row.CONFIGURATION: (
+            Panel(
+                "Configuration in use",
+                _one("max by (hash) (penstock_config_version_info)", "{{hash}}"),
+                text="Two lines mean that gateways of one fleet run different configurations.",
+            ),
+            Panel(
+                "Configuration reloads by result",
+                _one(rate("penstock_config_reload_total", "result"), "{{result}}"),
+            ),
+        ),
+        Row.SHARED: (
+            Panel(
+                "Connected to other gateways",
+                _one("min by (instance) (penstock_shared_up)", "{{instance}}"),
+            ),
+            Panel(
+                "Age of other gateways' data",
+                _one("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"),
+                "s",
+            ),
+        ),
+    },
+)
+
+BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
+
+
+def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
+    """Return the dashboard's rows, with generated panels for the families that no panel shows."""
+    shown = {
+        family_of(selector.name)
+        for other in BOARDS
+        for panels in other.rows.values()
+        for selector in _selectors(panels)
+    }
+    return {
+        row: (
+            *panels,
+            *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown),
+        )
+        for row, panels in board.rows.items()
+    }
+
+
+def made(spec: Spec) -> Panel:
+    """Generate a panel from a family's kind and labels."""
+    names = [label.name for label in spec.labels]
+    labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
+    by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)
+    title = TITLES[spec.name]
+    unit = UNITS.get(spec.unit, "short")
+    if spec.kind == "histogram":
+        return Panel(title, _p(spec.name), unit, text=spec.help)
+    if spec.kind == "counter":
+        unit = "Bps" if spec.unit == "bytes" else "short"
+        return Panel(title, _one(rate(spec.name, by), legend), unit, text=spec.help)
+    merged = "max" if spec.merge is Merge.LAST else spec.merge.value
+    grouping = f" by ({by})" if by else ""
+    return Panel(title, _one(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
+
+
+def family_of(name: str) -> str:
+    """Return the family that a series belongs to."""
+    return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
+
+
+def _selectors(panels: Sequence[Panel]) -> list[Asked]:
+    return [
+        selector for panel in panels for query in panel.queries for selector in asked(query.expr)
+    ]

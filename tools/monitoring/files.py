@@ -1,0 +1,24 @@
+"""All files generated from the catalogue, by path, and all queries in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.metrics.catalogue import Metrics
+from tools.monitoring import grafana, rules
+from tools.monitoring.dashboards import BOARDS
+
+RULES = f"deploy/prometheus/{rules.RULES_FILE}"
+TRIALS = "deploy/prometheus/tests.yml"
+
+
+def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
+    """Return the text of each file by path; alerts link to pages below `runbooks`."""
+    catalogue = Metrics().catalogue()
+    boards = {f"deploy/grafana/{spec.uid}.json": grafana.board(spec, catalogue) for spec in BOARDS}
+    return {RULES: rules.rules(runbooks), TRIALS: rules.trials(runbooks)} | boards
+
+
+def queries() -> Mapping[str, str]:
+    """Return every PromQL query of the files, by its place."""
+    return {**rules.queries(), **grafana.queries(Metrics().catalogue())}

@@ -1,0 +1,146 @@
+"""Dashboards as Grafana's JSON. Ids and positions follow from the order of the panels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.metrics.metric_types import Spec
+from tools.monitoring.dashboards import BOARDS, Board, Panel, completed, family_of
+from tools.monitoring.promql import VARIABLES, filtered
+from tools.monitoring.rules import recorded
+
+SCHEMA_VERSION = 39
+COLUMNS, WIDTH, HEIGHT = 24, 8, 7
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def board(spec: Board, catalogue: Sequence[Spec]) -> str:
+    """Return the JSON file of one dashboard."""
+    tree = {
+        "uid": spec.uid,
+        "title": spec.title,
+        "tags": ["penstock"],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": _variables()},
+        "annotations": {"list": [_reloads(catalogue)]},
+        "links": [
+            {"title": "Penstock", "type": "dashboards", "tags": ["penstock"], "asDropdown": True}
+        ],
+        "panels": _panels(spec, catalogue),
+    }
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
+    """Return every query of every panel, by dashboard and title."""
+    return {
+        f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
+        for spec in BOARDS
+        for row, panels in completed(spec, catalogue).items()
+        for panel in panels
+        for number, query in enumerate(panel.queries)
+    }
+
+
+def limited(expr: str, catalogue: Sequence[Spec]) -> str:
+    """Return the query of a panel, filtered by the dashboard's variables."""
+    labels = {spec.name: {"job", "namespace", *spec.exposed} for spec in catalogue}
+    labels |= {name: set(VARIABLES) for name in recorded()}
+    return filtered(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
+
+
+def _variables() -> list[dict[str, Any]]:
+    """Return the data source, and a variable for each label that panels filter by."""
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
+    selected = 'job=~"$job", namespace=~"$namespace"'
+    return [
+        source,
+        _variable("job", "Job", "penstock_config_version_info", everything=None),
+        _variable("namespace", "Namespace", 'penstock_config_version_info{job=~"$job"}'),
+        _variable("pool", "Pool", f"penstock_endpoint_up{{{selected}}}"),
+        _variable("model", "Model", f"penstock_requests_total{{{selected}}}"),
+    ]
+
+
+def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
+    """Return a variable that selects among the values of a label.
+
+    everything  pattern for "All"; the default also matches series without the label. None: "All"
+                matches existing values only, so that series of other programs do not match
+    """
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": f"label_values({series}, {name})", "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": everything,
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
+
+
+def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    y = 0
+    for row, panels in completed(spec, catalogue).items():
+        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": place}
+        items.append({"id": len(items) + 1, **header})
+        y += 1
+        for number, panel in enumerate(panels):
+            across, down = number % (COLUMNS // WIDTH), number // (COLUMNS // WIDTH)
+            place = {"x": across * WIDTH, "y": y + down * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            items.append(_panel(len(items) + 1, panel, place, catalogue))
+        y += -(-len(panels) // (COLUMNS // WIDTH)) * HEIGHT
+    return items
+
+
+def _panel(
+    number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[Spec]
+) -> dict[str, Any]:
+    is_timeseries = panel.kind == "timeseries"
+    style = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if is_timeseries else {}
+    legend = {"legend": {"displayMode": "list", "placement": "bottom"}} if is_timeseries else {}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": style}, "overrides": []},
+        "options": legend,
+        "targets": [
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": SOURCE,
+                "expr": limited(query.expr, catalogue),
+                "legendFormat": query.legend or "__auto",
+                "exemplar": "_bucket" in query.expr,
+            }
+            for index, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def _reloads(catalogue: Sequence[Spec]) -> dict[str, Any]:
+    """Return the annotation that marks configuration changes."""
+    return {
+        "name": "Configuration changes",
+        "datasource": SOURCE,
+        "enable": True,
+        "iconColor": "blue",
+        "expr": limited("changes(penstock_config_applied_timestamp_seconds[1m]) > 0", catalogue),
+        "titleFormat": "new configuration",
+    }

@@ -1,0 +1,111 @@
+"""PromQL helpers: build the queries of dashboards and rules, and find the series they select.
+
+The latter serves to check queries against a scrape. It is no full parser: it finds selectors and
+label lists only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import msgspec
+
+WINDOW = "$__rate_interval"
+"""A variable that Grafana replaces by at least four scrape intervals."""
+
+VARIABLES = ("job", "namespace", "pool", "model")
+"""The variables of the dashboards, named like the labels that they filter."""
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_RANGE = re.compile(r"\[[^\]]*\]")
+_LISTED = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_SELECTOR = re.compile(r"(?<![\w:])([a-zA-Z_:][\w:]*)(?![\w:])\s*(\{[^}]*\})?(?!\s*\()")
+_MATCHER = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)\s*(?:=~|!~|!=|=)")
+_OWN = re.compile(r"\b((?:penstock|process)_[\w:]*|penstock:[\w:]+)(?:\{([^}]*)\})?")
+_WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vector"})
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A selector of a query: the metric name, and the labels that it matches."""
+
+    name: str
+    labels: frozenset[str]
+
+
+def asked(query: str) -> tuple[Asked, ...]:
+    """Return every selector of the query."""
+    bare = _LISTED.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
+    selectors = (
+        (match[1], match[2] or "")
+        for match in _SELECTOR.finditer(bare)
+        if match[1].lower() not in _WORDS
+    )
+    return tuple(Asked(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors)
+
+
+def grouped(query: str) -> frozenset[str]:
+    """Return the labels that the query groups or joins by, except `le` of buckets."""
+    return frozenset(label for label in _lists(query) if label != "le")
+
+
+def _lists(query: str) -> Iterator[str]:
+    for match in _LISTED.finditer(_STRING.sub('""', query)):
+        yield from (label.strip() for label in match[2].split(",") if label.strip())
+
+
+def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
+    """Add the dashboard variables to every selector whose series has the label."""
+
+    def limited(match: re.Match[str]) -> str:
+        name, matchers = match[1], match[2]
+        chosen = [f'{label}=~"${label}"' for label in VARIABLES if label in labels_of(name)]
+        return f"{name}{{{', '.join([matchers, *chosen] if matchers else chosen)}}}"
+
+    return _OWN.sub(limited, query)
+
+
+def filled(query: str, window: str) -> str:
+    """Return the query as Grafana sends it with every variable set to all."""
+    for name in VARIABLES:
+        query = query.replace(f'"${name}"', '".*"')
+    return query.replace(WINDOW, window)
+
+
+def selector(name: str, matchers: Mapping[str, str]) -> str:
+    """Build a selector; a value that begins with ~, ! or !~ sets its operator (=~, !=, !~)."""
+    if not matchers:
+        return name
+    shown = ", ".join(_matcher(label, value) for label, value in matchers.items())
+    return f"{name}{{{shown}}}"
+
+
+def _matcher(label: str, value: str) -> str:
+    for mark, sign in (("!~", "!~"), ("~", "=~"), ("!", "!=")):
+        if value.startswith(mark):
+            return f'{label}{sign}"{value[len(mark) :]}"'
+    return f'{label}="{value}"'
+
+
+def rate(name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
+    """Build the per-second rate, summed by the labels in `by`."""
+    grouping = f" by ({by})" if by else ""
+    return f"sum{grouping} (rate({selector(name, matchers)}[{window}]))"
+
+
+def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
+    """Build the total rate, which is 0 while there is no such series."""
+    return f"({rate(name, '', window, **matchers)} or vector(0))"
+
+
+def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
+    """Build the share of the matching series in the whole family; 0 if none has ever matched."""
+    total = rate(name, by, window)
+    return f"({rate(name, by, window, **matchers)} or 0 * {total}) / {total}"
+
+
+def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
+    """Build a quantile of a histogram over all its series: buckets are summed first."""
+    labels = f"le, {by}" if by else "le"
+    buckets = selector(f"{name}_bucket", matchers)
+    return f"histogram_quantile({q:g}, sum by ({labels}) (rate({buckets}[{window}])))"

@@ -1,0 +1,200 @@
+"""The Prometheus files: recording rules, alerts, and their promtool tests, as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from types import MappingProxyType
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
+
+from tools.monitoring.alerts import ALERTS, Series
+from tools.monitoring.slos import BURNS, OBJECTIVES, WINDOWS, Objective
+
+RUNBOOKS = "docs/runbooks"
+RULES_FILE = "penstock.rules.yml"
+_MADE = "# Written by `make docs` from gateway/observe; do not edit.\n"
+_MINUTES = 240
+TRIED_AT = "30m"
+
+OF: Mapping[str, str] = MappingProxyType(
+    {"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"}
+)
+"""The labels of the series in the tests of burn rates."""
+
+Rule = Mapping[str, object]
+
+
+def rules(runbooks: str = RUNBOOKS) -> str:
+    """Return the rules file; alerts link to their page below `runbooks`, a folder or URL."""
+    groups = [
+        {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
+        {"name": "penstock-causes", "rules": _causes(runbooks)},
+    ]
+    return _MADE + _yaml({"groups": groups})
+
+
+def trials(runbooks: str = RUNBOOKS) -> str:
+    """Return the promtool tests: each alert fires on its problem, and not without it."""
+    tests = [trial for objective in OBJECTIVES for trial in _burn_trials(objective, runbooks)]
+    for alert in ALERTS:
+        labels = dict(alert.labels) | {"severity": alert.severity}
+        fired = [_expected(alert.summary, labels, alert.name, runbooks)]
+        tests.append(_trial(f"{alert.name} fires", alert.fires, TRIED_AT, alert.name, fired))
+        tests.append(_trial(f"{alert.name} stays quiet", alert.quiet, TRIED_AT, alert.name, []))
+    return _MADE + _yaml({"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests})
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all alerts; each has a runbook."""
+    return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
+
+
+def queries() -> Mapping[str, str]:
+    """Return the queries of all rules, by place; without comparisons, so that all have results."""
+    by_place = {
+        f"record {window} {slo.slo}": slo.bad_share(window)
+        for slo in OBJECTIVES
+        for window in WINDOWS
+    }
+    for slo in OBJECTIVES:
+        for burn in BURNS:
+            by_place[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
+            by_place[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
+    by_place |= {alert.name: alert.value for alert in ALERTS}
+    return by_place | {
+        f"{alert.name} condition": alert.besides for alert in ALERTS if alert.besides
+    }
+
+
+def recorded() -> frozenset[str]:
+    """Return the names of the series that recording rules create."""
+    return frozenset(
+        slo.recorded(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
+    )
+
+
+def _recordings() -> list[Rule]:
+    return [
+        {
+            "record": slo.recorded(window).partition("{")[0],
+            "expr": LiteralScalarString(slo.bad_share(window)),
+            "labels": {"slo": slo.slo},
+        }
+        for slo in OBJECTIVES
+        for window in WINDOWS
+    ]
+
+
+def _burns(runbooks: str) -> list[Rule]:
+    return [
+        {
+            "alert": slo.alert,
+            "expr": LiteralScalarString(burn.rule(slo)),
+            "for": burn.hold,
+            "labels": {"severity": burn.severity, "window": burn.long},
+            "annotations": _annotations(slo.summary, slo.alert, runbooks),
+        }
+        for slo in OBJECTIVES
+        for burn in BURNS
+    ]
+
+
+def _causes(runbooks: str) -> list[Rule]:
+    return [
+        {
+            "alert": alert.name,
+            "expr": LiteralScalarString(alert.rule),
+            "for": alert.hold,
+            "labels": {"severity": alert.severity},
+            "annotations": _annotations(alert.summary, alert.name, runbooks),
+        }
+        for alert in ALERTS
+    ]
+
+
+def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
+    return {"summary": summary, "runbook_url": f"{runbooks}/{alert}.md"}
+
+
+def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
+    """Build tests with errors at 20, 3 and 0.5 times the rate that the budget allows."""
+    tests = []
+    for speed in (20.0, 3.0, 0.5):
+        bad = round(speed * (1 - slo.goal) * 10_000)
+        labels = 'model="m", pool="chat"'
+        if slo.slo == "availability":
+            series = (
+                (
+                    f'penstock_requests_total{{{labels}, code="200", reason="served"}}',
+                    f"0+{10_000 - bad}x{_MINUTES}",
+                ),
+                (
+                    f'penstock_requests_total{{{labels}, code="502", reason="upstream_failed"}}',
+                    f"0+{bad}x{_MINUTES}",
+                ),
+            )
+        else:
+            series = (
+                (
+                    f'penstock_goodput_total{{{labels}, class="standard", kept="met"}}',
+                    f"0+{10_000 - bad}x{_MINUTES}",
+                ),
+                (
+                    f'penstock_goodput_total{{{labels}, class="standard", '
+                    f'kept="{slo.slo}_missed"}}',
+                    f"0+{bad}x{_MINUTES}",
+                ),
+            )
+        fired = [
+            _expected(
+                slo.summary,
+                dict(OF) | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
+                slo.alert,
+                runbooks,
+            )
+            for burn in BURNS
+            if speed > burn.factor
+        ]
+        name = f"{slo.alert} at {speed:g} times the budget's rate"
+        tests.append(_trial(name, series, "3h", slo.alert, fired))
+    return tests
+
+
+def _expected(summary: str, labels: Mapping[str, str], alert: str, runbooks: str) -> Rule:
+    return {"exp_labels": dict(labels), "exp_annotations": _annotations(summary, alert, runbooks)}
+
+
+def _trial(title: str, series: Series, eval_time: str, alert: str, fired: Sequence[Rule]) -> Rule:
+    return {
+        "name": title,
+        "interval": "1m",
+        "input_series": [
+            {"series": _with_target_labels(name), "values": values} for name, values in series
+        ],
+        "alert_rule_test": [
+            {"eval_time": eval_time, "alertname": alert, "exp_alerts": list(fired)}
+        ],
+    }
+
+
+def _with_target_labels(series: str) -> str:
+    """Add the labels of a scrape target, and a pool where an endpoint or class implies one."""
+    name, _, labels = series.partition("{")
+    added = [] if 'job="' in labels else ['job="penstock"']
+    added += [] if 'namespace="' in labels else ['namespace="llm"']
+    has_pool = any(f'{label}="' in labels for label in ("endpoint", "prefill", "class"))
+    added += ['pool="chat"'] if has_pool and 'pool="' not in labels else []
+    if labels:
+        return f"{name}{{{', '.join((*added, labels))}"
+    return f"{name}{{{', '.join(added)}}}"
+
+
+def _yaml(tree: object) -> str:
+    writer = YAML()
+    writer.width = 4096
+    writer.indent(mapping=2, sequence=4, offset=2)
+    out = StringIO()
+    writer.dump(tree, out)
+    return out.getvalue()

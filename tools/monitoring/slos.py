@@ -1,0 +1,104 @@
+"""The service level objectives: recording rules, and alerts on the burn rate of error budgets.
+
+An alert fires while the error budget burns faster than `factor` in a long window and in a short
+one. So it starts and ends without delay. Factors and windows are those of Google's SRE workbook for
+a budget of 30 days.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tools.monitoring.promql import rate
+
+PER = "job, namespace, model, pool"
+"""Each model of each fleet has its own budget."""
+
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"
+JUDGED = "~met|ttft_missed|tpot_missed|both_missed"
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """A share of requests, `goal`, that has to be good.
+
+    slo    value of the slo label
+    alert  name of its alerts and runbook
+    """
+
+    slo: str
+    alert: str
+    goal: float
+    summary: str
+
+    def bad_share(self, window: str) -> str:
+        """Build the query for the share of bad requests in the window."""
+        if self.slo == "availability":
+            total = rate("penstock_requests_total", PER, window, code="~200|5..")
+            failed = rate("penstock_requests_total", PER, window, code="~5..")
+            broken = rate("penstock_requests_total", PER, window, code="200", reason="!served")
+            return f"(({failed} or 0 * {total}) + ({broken} or 0 * {total})) / {total}"
+        total = rate("penstock_goodput_total", PER, window, kept=JUDGED)
+        outcomes = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED
+        missed = rate("penstock_goodput_total", PER, window, kept=outcomes)
+        return f"({missed} or 0 * {total}) / {total}"
+
+    def recorded(self, window: str) -> str:
+        """Return the series that the recording rule stores the bad share in."""
+        return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
+
+    def budget_left(self) -> str:
+        """Build the query for the share of the last three days' budget that is left."""
+        return f"1 - {self.recorded('3d')} / {1 - self.goal:.6g}"
+
+
+class Burn(msgspec.Struct, frozen=True):
+    """A burn rate that alerts: `factor` times the rate that uses the budget up exactly.
+
+    long, short  windows in which the rate must be exceeded; hold  for how long
+    """
+
+    factor: float
+    long: str
+    short: str
+    hold: str
+    severity: str
+
+    def limit(self, objective: Objective) -> str:
+        """Return the share of bad requests at this burn rate."""
+        return f"{self.factor * (1 - objective.goal):.6g}"
+
+    def rule(self, objective: Objective) -> str:
+        """Build the alert's expression."""
+        limit = self.limit(objective)
+        long, short = objective.recorded(self.long), objective.recorded(self.short)
+        return f"{long} > {limit} and {short} > {limit}"
+
+
+OBJECTIVES = (
+    Objective(
+        "ttft",
+        "PenstockTtftBurn",
+        0.99,
+        "Too many first tokens are late: the error budget burns too fast.",
+    ),
+    Objective(
+        "tpot",
+        "PenstockTpotBurn",
+        0.99,
+        "Too many streams are slow: the error budget burns too fast.",
+    ),
+    Objective(
+        "availability",
+        "PenstockAvailabilityBurn",
+        0.999,
+        "Too many requests fail or break off: the error budget burns too fast. Refusals do not "
+        "count.",
+    ),
+)
+
+BURNS = (
+    Burn(14.4, "1h", "5m", "2m", "page"),
+    Burn(6.0, "6h", "30m", "15m", "page"),
+    Burn(1.0, "3d", "6h", "1h", "ticket"),
+)
