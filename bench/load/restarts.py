@@ -94,7 +94,7 @@ async def by_workers(home: Gateway, restarts: int, streams: int, shorts: int) ->
     async with traffic(home.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned(home), "workers were replaced"
+            before, text = learned(home), "replaced all"
             known = home.said.count(text)
             os.kill(home.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):

@@ -100,7 +100,7 @@ class Terminal:
         process = self._start([sys.executable, "-m", "gateway", "demo", *ports], stdin=subprocess.DEVNULL)
         assert process.stdout
         threading.Thread(target=self.demo_said.extend, args=(process.stdout,), daemon=True).start()
-        self.demo_says(["Ctrl-C ends everything."], keep=True)
+        self.demo_says(["Press Ctrl-C to stop everything."], keep=True)
         config = (self._folder / "penstock-demo" / "gateway.yaml").read_text()
         first = [int(port) for port in re.findall(r"url: http://127\.0\.0\.1:(\d+)", config)]
         self._ports |= {"9100": str(first[0]), "9101": str(first[1])}

@@ -223,6 +223,6 @@ async def test_a_long_prompt_goes_beyond_a_cap_when_those_with_room_are_too_shor
             second = await create(model="demo-8b", max_completion_tokens=4, messages=long)
             assert second.headers["x-penstock-endpoint"] == "long"
             with pytest.raises(openai.BadRequestError) as refused:
-                await create(model="demo-8b", max_completion_tokens=4, messages=long * 6)
+                await create(model="demo-8b", max_completion_tokens=4, messages=long * 20)
             assert refused.value.code == "context_length_exceeded"
             await held.parse().close()

@@ -68,7 +68,7 @@ def test_an_edit_a_difference_a_rollback_and_a_bad_edit_read_as_promised(operato
 
     code, said = operator.types("diff")
     assert code == 0
-    assert "the file says what is in force: v2" in said
+    assert "the file matches the running configuration, v2" in said
     assert "  pools.main.policy: least_loaded -> prefix_aware\n" in said
 
     code, said = operator.types("rollback", "1")
@@ -83,7 +83,7 @@ def test_an_edit_a_difference_a_rollback_and_a_bad_edit_read_as_promised(operato
     assert code == 0
     assert said.startswith("v3 ")
     assert "1 of 1 endpoints available" in said
-    assert "last attempt rejected (file, " in said
+    assert "last reload rejected (file, " in said
     code, said = operator.types("diff", str(operator.file))
     assert (code, f"{operator.file}:8:13 pools.main.policy: there is no policy" in said) == (1, True), said
     code, said = operator.types("reload")
@@ -109,7 +109,7 @@ def test_commands_speak_json_and_say_who_does_not_answer(operator: Operator) -> 
     code, said = operator.types("rollback", "99", "--json")
     assert (code, json.loads(said)["result"]) == (1, "nothing")
     code, said = typed("status", "--admin", "http://127.0.0.1:9")
-    assert (code, "no gateway answers at http://127.0.0.1:9" in said) == (1, True)
+    assert (code, "cannot reach a gateway at http://127.0.0.1:9" in said) == (1, True)
     assert typed("status", "--admin", "ftp://x")[0] == 2
 
 

@@ -94,7 +94,7 @@ def test_two_restarts_under_load_refuse_and_cut_nothing_and_keep_what_was_learne
     with gateway(tmp_path, CONFIG.format(*engines, dead=free_port()), "") as home, ended(home):
         asyncio.run(restarted_twice(home))
         assert "Traceback" not in home.said, home.said
-        assert home.said.count("restart: took over from process") == 2
+        assert home.said.count("restart: restored the state of process") == 2
 
 
 async def until_said(home: Gateway, text: str) -> None:
