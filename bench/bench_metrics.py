@@ -26,7 +26,9 @@ def main() -> None:
     for name, call in {
         "histogram.observe": lambda: ttft.observe(0.213),
         "counter.inc": lambda: counter.inc(1024),
-        "labels + observe": lambda: metrics.ttft_seconds.labels("demo-8b", "127.0.0.1:9000").observe(0.213),
+        "labels + observe": lambda: metrics.ttft_seconds.labels(
+            "demo-8b", "127.0.0.1:9000"
+        ).observe(0.213),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))
         print(f"{name:20} {runs[3] / ROUNDS * 1e6:.3f} us")

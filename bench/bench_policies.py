@@ -52,7 +52,10 @@ class Bench:
         self.tokens, self.rng = tokens, Random(1)
         self.prints = Fingerprinter(self.rng.randbytes(32))
         self.index = PrefixIndex(256 << 20)
-        self.policies = {name: registry.build(name, {}) for name in ("round_robin", "least_loaded", "prefix_aware")}
+        self.policies = {
+            name: registry.build(name, {})
+            for name in ("round_robin", "least_loaded", "prefix_aware")
+        }
         self.candidates = [self.candidate(slot) for slot in range(endpoints)]
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
@@ -63,13 +66,18 @@ class Bench:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
         load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
-        load.kv_tokens, load.kv_booked, load.ready_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
+        load.kv_tokens, load.kv_booked, load.ready_at = (
+            600_000.0,
+            self.rng.randrange(500_000),
+            2 * self.rng.random(),
+        )
         load.running, load.waiting, load.kv_usage, load.scraped_at = 10, 2, 0.5, 0.9
         return Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load)
 
     def texts(self) -> list[bytes]:
         return [
-            self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN) for _ in range(PROMPTS)
+            self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN)
+            for _ in range(PROMPTS)
         ]
 
     def ask(self, cached: list[int]) -> Ask:
@@ -93,7 +101,11 @@ class Bench:
             us_each(lambda n: self.index.match(found[n], self.tokens)),
             us_each(lambda n: pick(self.policies["round_robin"], self.ask([]), self.candidates)),
             us_each(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
-            us_each(lambda n: pick(self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates)),
+            us_each(
+                lambda n: pick(
+                    self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates
+                )
+            ),
             new,
             us_each(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
         ]
@@ -115,11 +127,15 @@ def picks(endpoints: int) -> None:
         for cached in (cold, warm):
             asks = [ask(number, cached) for number in range(PROMPTS)]
             one = partial(pick, registry.build(name, {}))
-            costs.append(min(us_each(partial(decision, one, asks, bench.candidates)) for _ in range(ROUNDS)))
+            costs.append(
+                min(us_each(partial(decision, one, asks, bench.candidates)) for _ in range(ROUNDS))
+            )
         print(f"{endpoints:3} ep, {name}".ljust(28), *(f"{cost:8.1f}" for cost in costs))
 
 
-def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int) -> object:
+def decision(
+    one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int
+) -> object:
     return one(asks[number], fleet)
 
 
@@ -140,7 +156,9 @@ class Beliefs:
         self.decoding: list[Entry] = []
         self.entry: Entry | None = None
         self.candidates = [
-            Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot))
+            Candidate(
+                Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot)
+            )
             for slot in range(endpoints)
         ]
         self.held = [100] * endpoints
@@ -175,7 +193,10 @@ class Beliefs:
 
 
 def beliefs() -> None:
-    print("\nmicroseconds".ljust(23), *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")))
+    print(
+        "\nmicroseconds".ljust(23),
+        *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")),
+    )
     for name, *how in (
         ("counted only, 4 ep", 4, 0.35, 5000, False),
         ("3 a second, 4 ep", 4, 0.35, 5000, True),
@@ -203,7 +224,10 @@ def main() -> None:
         for tokens in (2_000, 8_000, 32_000, 100_000):
             bench = Bench(tokens, endpoints)
             best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
-            print(f"{endpoints:3} ep, {tokens:7} tokens".ljust(22), *(f"{value:12.1f}" for value in best))
+            print(
+                f"{endpoints:3} ep, {tokens:7} tokens".ljust(22),
+                *(f"{value:12.1f}" for value in best),
+            )
     beliefs()
     print("pick alone".ljust(28), *(column.rjust(8) for column in ("nobody", "some")))
     for endpoints in (4, 64):

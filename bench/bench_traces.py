@@ -31,13 +31,21 @@ def main() -> None:
     """Prints the best of seven runs of each."""
     tracer = Tracer(Metrics(), Random(1), {})
     off = tracer.on
-    tracer.follow(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
+    tracer.follow(
+        Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01})
+    )
     relay = Relay(b"")
     relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
     x = Exchange("req_1", Api.CHAT, "client", 0.5)
     x.model, x.status, x.relay = "m", 200, relay
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
-    trace = Trace("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "", "", [TraceLeg("whole", "a", "e" * 16, 1)])
+    trace = Trace(
+        "4bf92f3577b34da6a3ce929d0e0e4736",
+        "00f067aa0ba902b7",
+        "",
+        "",
+        [TraceLeg("whole", "a", "e" * 16, 1)],
+    )
     spans, encode = tree(x, trace, 3.5, 1e9), msgspec.json.Encoder().encode
     for name, call in {
         "off: one look at None": lambda: off is not None,

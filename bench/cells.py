@@ -91,7 +91,11 @@ PREFIX = {
 
 def chat_body(content: str, stream: bool) -> bytes:
     """One chat completion as an SDK writes it."""
-    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 64,
+    }
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(body, separators=(",", ":")).encode()
@@ -99,7 +103,9 @@ def chat_body(content: str, stream: bool) -> bytes:
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
     """A streaming request that tells the backend its pace in the prompt."""
-    note = f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+    note = (
+        f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+    )
     return chat_body(f"{note} Tell me about water wheels. ################", stream=True)
 
 
@@ -114,13 +120,17 @@ def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
     branches = [_text(size * 4 // 10, rng) for _ in range(4)]
     tail = _text(size // 10, rng)
     return [
-        chat_body(f"{trunk}{branch} ################ {tail}", stream=False) for trunk in trunks for branch in branches
+        chat_body(f"{trunk}{branch} ################ {tail}", stream=False)
+        for trunk in trunks
+        for branch in branches
     ]
 
 
 def _text(size: int, rng: random.Random) -> str:
     """Lines of words, about 80 bytes each: real prompts have line ends, which JSON escapes."""
-    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)]
+    words = [
+        "".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)
+    ]
     out: list[str] = []
     while size > 0:
         line = " ".join(rng.choices(words, k=12))[: min(79, size)] + "\n"
@@ -147,7 +157,9 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
     if running.pids:
         command += ["--cpu-pids", ",".join(map(str, running.pids))]
     began_s, busy_s, ours_s = time.monotonic(), core_busy_s(GATEWAY_CORE), cpu_s(running.pids)
-    done = subprocess.run(pinned(LOAD_CORE, command), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        pinned(LOAD_CORE, command), capture_output=True, text=True, check=False, timeout=120
+    )
     others_s = core_busy_s(GATEWAY_CORE) - busy_s - (cpu_s(running.pids) - ours_s)
     if done.returncode:
         raise NotMeasurable(f"load generator: {done.stderr.strip()}")
@@ -161,7 +173,9 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
 
 def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
     """µs of gateway CPU for a small request with a small answer, 32 connections asking as fast as they are answered."""
-    bodies = write_bodies(work / "small", [chat_body("How does a water wheel work? ################", stream=False)])
+    bodies = write_bodies(
+        work / "small", [chat_body("How does a water wheel work? ################", stream=False)]
+    )
     report = drive(running, pace, bodies, mode="closed", connections=32)
     return {"cpu": report["cpu_s"] / report["requests"] * 1e6, "others": report["others"]}
 
@@ -171,7 +185,15 @@ def streams(count: int, body: bytes, events: int) -> Measure:
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = write_bodies(work / "streams", [body])
-        report = drive(running, pace, path, mode="closed", connections=count, ramp_ms=500, events_per_stream=events)
+        report = drive(
+            running,
+            pace,
+            path,
+            mode="closed",
+            connections=count,
+            ramp_ms=500,
+            events_per_stream=events,
+        )
         return {"cpu": report["cpu_s"] / report["events"] * 1e6, "others": report["others"]}
 
     return measure
@@ -199,7 +221,9 @@ def ttft_ms(rate: float) -> Measure:
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
-        report = drive(running, pace, bodies, mode="open", rate=rate, events_per_stream=SHORT_EVENTS)
+        report = drive(
+            running, pace, bodies, mode="open", rate=rate, events_per_stream=SHORT_EVENTS
+        )
         return {"others": report["others"]} | {q: report["ttft_s"][q] * 1e3 for q in ("p50", "p99")}
 
     return measure
@@ -209,7 +233,9 @@ def half_load_rate(running: Running, work: Path) -> float:
     """Short streams a second at which this gateway's core is half busy."""
     bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
     rate = 500.0
-    for _ in range(2):  # the cost of a stream falls as more arrive at once, so look again near the answer
+    for _ in range(
+        2
+    ):  # the cost of a stream falls as more arrive at once, so look again near the answer
         report = drive(running, Pace(1500, 500), bodies, mode="open", rate=rate)
         rate *= 0.5 / max(report["cpu_s"] / report["window_s"], 0.01)
         rate = min(rate, 5000.0)
@@ -222,21 +248,43 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
     drive(running, Pace(1000, 100), warm, mode="closed", connections=8)
     before = rss_bytes(running.pids)
     bodies = write_bodies(work / "held", [paced(60, 1_000_000, 100_000)])
-    command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies), "--mode", "closed"]
-    command += ["--connections", str(count), "--ramp-ms", "2000", "--warmup-ms", "1000", "--window-ms", "2000"]
+    command = [
+        str(BIN / "load"),
+        "--port",
+        str(running.system.port),
+        "--bodies",
+        str(bodies),
+        "--mode",
+        "closed",
+    ]
+    command += [
+        "--connections",
+        str(count),
+        "--ramp-ms",
+        "2000",
+        "--warmup-ms",
+        "1000",
+        "--window-ms",
+        "2000",
+    ]
     with subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE, text=True) as load:
         time.sleep(4.0)
         during = rss_bytes(running.pids)
         report = json.loads(load.communicate(timeout=30)[0])
     if any(report["errors"].values()) or report["events"] < count:
-        raise NotMeasurable(f"{count} streams were not held: {report['errors']}, {report['events']} events")
+        raise NotMeasurable(
+            f"{count} streams were not held: {report['errors']}, {report['events']} events"
+        )
     return {"rss": (during - before) / count / 1024}
 
 
 def all_cells(rate: float) -> list[Cell]:
     """Every cell. `rate` is the open-loop rate of the half-load rows, in short streams a second."""
     with_direct = {**ROUND_ROBIN, "direct": "none"}
-    quiet, loud = "TTFT on reused connections, 50 streams/s", f"TTFT at half load, {rate:.0f} streams/s"
+    quiet, loud = (
+        "TTFT on reused connections, 50 streams/s",
+        f"TTFT at half load, {rate:.0f} streams/s",
+    )
     return [
         *_cpu_cells(),
         Cell(
@@ -273,7 +321,13 @@ def _cpu_cells() -> list[Cell]:
     burst = streams(200, paced(640, 300_000, 5_000, burst=64), 644)
     joined = streams(200, paced(640, 300_000, 5_000, burst=64, join=1), 644)
     return [
-        cpu("non-streaming request", cpu_per_request, ROUND_ROBIN, sglang_router=0.75, vllm_router=1.0),
+        cpu(
+            "non-streaming request",
+            cpu_per_request,
+            ROUND_ROBIN,
+            sglang_router=0.75,
+            vllm_router=1.0,
+        ),
         cpu("chunk, 400 streams × 10 ms", held, ROUND_ROBIN, sglang_router=0.95, vllm_router=0.85),
         cpu("chunk, bursts of 64", burst, ROUND_ROBIN, sglang_router=0.75, vllm_router=0.75),
         cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN),

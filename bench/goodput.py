@@ -29,7 +29,15 @@ START = {"conversation": 2.0, "conversation_tuned": 2.0, "b2b": 11.0, "azure": 1
 FLEETS = {"b2b": "F2", "agents": "F3"}
 USERS = (200, 280, 420, 560)  # the knee is at 280: beyond, contexts outgrow KV
 TPOTS = (0.02, 0.03, 0.05, 0.1, 0.15)
-ADMISSIONS = ("none", "cap", "early_rejection", "gie_saturation", "probabilistic", "session_pause", "priced")
+ADMISSIONS = (
+    "none",
+    "cap",
+    "early_rejection",
+    "gie_saturation",
+    "probabilistic",
+    "session_pause",
+    "priced",
+)
 GREED = (1.0, 10.0)
 BY_HAND = "## What is reached"
 DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
@@ -117,10 +125,17 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
     """One tenant at its usual pace, another at its own or ten times that."""
     for seed in seeds:
-        for policy, admission in ((OURS, "priced"), ("prefix_aware", "priced"), ("prefix_aware", "cap")):
+        for policy, admission in (
+            (OURS, "priced"),
+            ("prefix_aware", "priced"),
+            ("prefix_aware", "cap"),
+        ):
             for greed in GREED:
                 yield Cell(
-                    *("point", "tenants", policy, "F1", admission, greed), seed=seed, quick=quick, table="tenants"
+                    *("point", "tenants", policy, "F1", admission, greed),
+                    seed=seed,
+                    quick=quick,
+                    table="tenants",
                 )
 
 
@@ -171,7 +186,9 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def run(cells: Iterable[Cell], results: Results, data: Data, jobs: int, tell: Callable[[str], None]) -> None:
+def run(
+    cells: Iterable[Cell], results: Results, data: Data, jobs: int, tell: Callable[[str], None]
+) -> None:
     """Measure what is not known yet, `jobs` at a time."""
     due = [cell for cell in dict.fromkeys(cells) if cell not in results.known]
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
@@ -185,7 +202,9 @@ def run(cells: Iterable[Cell], results: Results, data: Data, jobs: int, tell: Ca
 def described(reading: Reading) -> str:
     """One line for whoever watches."""
     cell, seen = reading.cell, reading.figures
-    name = " ".join(filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}")))
+    name = " ".join(
+        filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}"))
+    )
     if cell.tpot_s is not None:
         name += f" tpot {cell.tpot_s * 1e3:g} ms"
     found = " ".join(f"cap{target} {load:.3f}" for target, load in reading.capacities.items())
@@ -203,13 +222,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder with the traces")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="one seed, shorter slices, fewer loads")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, shorter slices, fewer loads"
+    )
     parser.add_argument("--seeds", type=int, help="default 3, quick 1")
     parser.add_argument("--tables", default="capacity,agents,overload,split,trouble,tenants")
-    parser.add_argument("--gated", default="priced,llmd_blend,llmd_predictor", help="policies to try with agents")
+    parser.add_argument(
+        "--gated", default="priced,llmd_blend,llmd_predictor", help="policies to try with agents"
+    )
     parser.add_argument("--workloads", default="conversation,b2b,azure,mix")
     parser.add_argument("--policies", default=",".join(registry.names()))
-    parser.add_argument("--any-code", action="store_true", help="keep results of other versions of the code")
+    parser.add_argument(
+        "--any-code", action="store_true", help="keep results of other versions of the code"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goodput")
     parser.add_argument("--page", type=Path, help="write the tables there, as Markdown")
     args = parser.parse_args()
@@ -219,7 +244,9 @@ def main() -> None:
     plans: dict[str, Callable[[], Iterator[Cell]]] = {
         "capacity": lambda: capacity_cells(args.workloads.split(","), policies, seeds, args.quick),
         "agents": lambda: agent_cells(args.gated.split(","), seeds, args.quick),
-        "overload": lambda: overload_cells(results.known.values(), args.workloads.split(","), seeds, args.quick),
+        "overload": lambda: overload_cells(
+            results.known.values(), args.workloads.split(","), seeds, args.quick
+        ),
         "split": lambda: split_cells(seeds, args.quick),
         "trouble": lambda: trouble_cells(seeds, args.quick),
         "tenants": lambda: tenant_cells(seeds, args.quick),

@@ -37,7 +37,11 @@ MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0  # a fleet at the starting load over so much is idle
 RELATIVE = 0.95  # targets above it are shares of what an idle fleet attains
-TROUBLES = {"": Options(), "stale": Options(scrape_s=5.0, scrape_age_s=5.0), "lost": Options(lost_events=0.33)}
+TROUBLES = {
+    "": Options(),
+    "stale": Options(scrape_s=5.0, scrape_age_s=5.0),
+    "lost": Options(lost_events=0.33),
+}
 TENANT_RATE = 0.8
 
 
@@ -93,7 +97,9 @@ def measure(cell: Cell, data: Data) -> Reading:
     capacities = {}
     for target in cell.targets:
         share = target * attainment(cell.load / IDLE) if target > RELATIVE else target
-        capacities[f"{target:g}"] = capacity(attainment, share, cell.load, 0.03, least=cell.load / IDLE).load
+        capacities[f"{target:g}"] = capacity(
+            attainment, share, cell.load, 0.03, least=cell.load / IDLE
+        ).load
     if not cell.targets:
         attainment(cell.load)
     aim = min(cell.targets, default=0.0)
@@ -114,7 +120,11 @@ def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | Non
     if cell.tpot_s is not None:
         standard = msgspec.structs.replace(standard, tpot_s=cell.tpot_s)
     options = msgspec.structs.replace(
-        TROUBLES[cell.trouble], seed=cell.seed, horizon_s=horizon_s, standard=standard, classes=CLASSES
+        TROUBLES[cell.trouble],
+        seed=cell.seed,
+        horizon_s=horizon_s,
+        standard=standard,
+        classes=CLASSES,
     )
     gate = build_admission(cell.admission, {}) if cell.admission else None
     run = replay(fleet_of(cell.fleet), said, registry.build(cell.policy, {}), gate, options)
@@ -124,7 +134,11 @@ def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | Non
 def fleet_of(name: str) -> FleetSpec:
     """A preset; `F1:pairs` may also split between groups that do both."""
     plain, _, _ = name.partition(":pairs")
-    return preset(name) if plain == name else msgspec.structs.replace(preset(plain), name=name, pairs=True)
+    return (
+        preset(name)
+        if plain == name
+        else msgspec.structs.replace(preset(plain), name=name, pairs=True)
+    )
 
 
 def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float | None]:
@@ -132,13 +146,21 @@ def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float 
     share = 1 / 3 if cell.quick else 1.0
     if cell.workload == "agents":
         horizon_s = 1500.0 * (0.6 if cell.quick else 1.0)
-        return users(sessions(data.folder), max(1, round(load)), cell.seed, 300.0), horizon_s, horizon_s
+        return (
+            users(sessions(data.folder), max(1, round(load)), cell.seed, 300.0),
+            horizon_s,
+            horizon_s,
+        )
     if cell.workload == "b2b":
         return traffic(b2b(load, B2B_S * share, cell.seed)), B2B_S * share, None
     if cell.workload == "mix":
         return traffic(scaled(mix(data.folder, cell.seed, share), load)), 900 * share / load, None
     if cell.workload == "tenants":
-        return traffic(tenants(data.folder, cell.seed, share, load)), 1200 * share / TENANT_RATE, None
+        return (
+            traffic(tenants(data.folder, cell.seed, share, load)),
+            1200 * share / TENANT_RATE,
+            None,
+        )
     requests, span_s = recorded(cell.workload, data.folder, cell.seed, share)
     return traffic(scaled(requests, load)), span_s / load, None
 
@@ -168,7 +190,8 @@ def recorded(name: str, folder: str, seed: int, share: float) -> tuple[list[Trac
     rng, span_s = Random(f"{name} {seed}"), to_s - from_s
     moved = [
         msgspec.structs.replace(
-            one, arrival_s=min(span_s, max(0.0, one.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2)))
+            one,
+            arrival_s=min(span_s, max(0.0, one.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2))),
         )
         for one in sliced(_trace(folder, file), from_s, to_s)
     ]
@@ -192,7 +215,9 @@ def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceReq
     """Two tenants with conversations; the other one asks for `greed` times as much for as long, or the trace lasts."""
     mine, span_s = recorded("conversation", folder, seed, share)
     other = sliced(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
-    return mixed([Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")])
+    return mixed(
+        [Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")]
+    )
 
 
 def told(seen: Figures, load: float) -> dict[str, Any]:
@@ -216,5 +241,8 @@ def told(seen: Figures, load: float) -> dict[str, Any]:
         "offered": seen.offered,
         "worst_tenant": seen.worst_tenant,
         "refused": seen.ends.get("shed", 0) / max(1, seen.offered),
-        "tenants": {name: [one.attainment, one.ttft_p50_s, one.ttft_p99_s] for name, one in seen.tenants.items()},
+        "tenants": {
+            name: [one.attainment, one.ttft_p50_s, one.ttft_p99_s]
+            for name, one in seen.tenants.items()
+        },
     }

@@ -86,9 +86,28 @@ def capacities(readings: Sequence[Reading], target: str) -> list[str]:
     for policy, row in sorted(ratios.items(), key=lambda item: -geomean(item[1])):
         worst = f"{min(fmean(each) for each in row.values()):.2f}"
         seeds = str(max(len(each) for each in row.values()))
-        rows.append([policy, *(shown(found[policy].get(name, ())) for name in names), seeds, worst, of_all(row, names)])
-    head = ["policy", *names, "seeds", "worst ratio to the best published", "geometric mean of ratios"]
-    return [f"## Capacity at {float(target):.0%} attainment", *OF_IDLE.get(target, ()), "", *table_of(head, rows)]
+        rows.append(
+            [
+                policy,
+                *(shown(found[policy].get(name, ())) for name in names),
+                seeds,
+                worst,
+                of_all(row, names),
+            ]
+        )
+    head = [
+        "policy",
+        *names,
+        "seeds",
+        "worst ratio to the best published",
+        "geometric mean of ratios",
+    ]
+    return [
+        f"## Capacity at {float(target):.0%} attainment",
+        *OF_IDLE.get(target, ()),
+        "",
+        *table_of(head, rows),
+    ]
 
 
 def of_all(row: dict[str, list[float]], names: Sequence[str]) -> str:
@@ -107,14 +126,24 @@ def agents(readings: Sequence[Reading]) -> list[str]:
     found = grouped(
         readings,
         "agents",
-        lambda one: (f"{one.cell.policy} / {one.cell.admission or 'all let in'}", f"{one.cell.load:g}"),
+        lambda one: (
+            f"{one.cell.policy} / {one.cell.admission or 'all let in'}",
+            f"{one.cell.load:g}",
+        ),
         lambda one: one.figures["goodput"],
     )
     if not found:
         return []
     names = sorted({name for row in found.values() for name in row}, key=float)
-    rows = [[policy, *(shown(row.get(name, ())) for name in names)] for policy, row in sorted(found.items())]
-    return ["## Agent sessions: good requests a second by users", "", *table_of(["policy / admission", *names], rows)]
+    rows = [
+        [policy, *(shown(row.get(name, ())) for name in names)]
+        for policy, row in sorted(found.items())
+    ]
+    return [
+        "## Agent sessions: good requests a second by users",
+        "",
+        *table_of(["policy / admission", *names], rows),
+    ]
 
 
 def overload(readings: Sequence[Reading]) -> list[str]:
@@ -133,10 +162,17 @@ def overload(readings: Sequence[Reading]) -> list[str]:
                 groups[one.cell.workload, one.cell.admission].append(one)
         for (workload, admission), each in sorted(groups.items()):
             held = [one.figures["token_goodput"] / base[workload, one.cell.seed] for one in each]
-            kept = [one.figures["long_kept"] for one in each if one.figures["long_kept"] is not None]
+            kept = [
+                one.figures["long_kept"] for one in each if one.figures["long_kept"] is not None
+            ]
             rows.append(
                 [
-                    *(workload, admission, shown(held), shown([one.figures["goodput"] for one in each])),
+                    *(
+                        workload,
+                        admission,
+                        shown(held),
+                        shown([one.figures["goodput"] for one in each]),
+                    ),
                     f"{fmean(one.figures['refused'] for one in each):.1%}",
                     f"{fmean(kept):.0%}" if kept else "-",
                     f"{fmean(one.figures['wasted'] for one in each):.1%}",
@@ -170,7 +206,10 @@ def trouble(readings: Sequence[Reading]) -> list[str]:
     if not found:
         return []
     names = ("as usual", "5 s stale", "events lost")
-    rows = [[name, *(shown(row.get(column, ())) for column in names)] for name, row in sorted(found.items())]
+    rows = [
+        [name, *(shown(row.get(column, ())) for column in names)]
+        for name, row in sorted(found.items())
+    ]
     return ["## Capacity of priced with a worse view", "", *table_of(["workload", *names], rows)]
 
 
@@ -185,9 +224,23 @@ def tenants(readings: Sequence[Reading]) -> list[str]:
         quiet = [one.figures["tenants"]["a"] for one in each]
         columns = [shown([one[place] for one in quiet]) for place in range(3)]
         rows.append(
-            [policy, admission, f"{greed:g}x", *columns, f"{fmean(one.figures['refused'] for one in each):.0%}"]
+            [
+                policy,
+                admission,
+                f"{greed:g}x",
+                *columns,
+                f"{fmean(one.figures['refused'] for one in each):.0%}",
+            ]
         )
-    head = ["policy", "admission", "the other asks for", "attainment", "TTFT p50, s", "TTFT p99, s", "refused of all"]
+    head = [
+        "policy",
+        "admission",
+        "the other asks for",
+        "attainment",
+        "TTFT p50, s",
+        "TTFT p99, s",
+        "refused of all",
+    ]
     return ["## A tenant beside one that asks for more", "", *table_of(head, rows)] if rows else []
 
 
@@ -196,7 +249,11 @@ def errors(readings: Sequence[Reading]) -> list[str]:
     names = ("ttft_error", "ttft_error_p50")
     groups: dict[str, list[list[float]]] = defaultdict(list)
     for one in readings:
-        if one.cell.table == "capacity" and one.cell.policy == "priced" and one.figures["ttft_error"] is not None:
+        if (
+            one.cell.table == "capacity"
+            and one.cell.policy == "priced"
+            and one.figures["ttft_error"] is not None
+        ):
             groups[one.cell.workload].append([one.figures[name] for name in names])
     rows = [
         [workload, *(f"{fmean(values):.0%}" for values in zip(*each, strict=True))]
@@ -216,8 +273,13 @@ def split(readings: Sequence[Reading]) -> list[str]:
     )
     if not found:
         return []
-    names = sorted({name for row in found.values() for name in row}, key=lambda name: float(name.split()[0]))
-    rows = [[fleet, *(shown(row.get(name, ())) for name in names)] for fleet, row in sorted(found.items())]
+    names = sorted(
+        {name for row in found.values() for name in row}, key=lambda name: float(name.split()[0])
+    )
+    rows = [
+        [fleet, *(shown(row.get(name, ())) for name in names)]
+        for fleet, row in sorted(found.items())
+    ]
     return [
         "## Prefill and decode: capacity by TPOT budget, conversation",
         "",

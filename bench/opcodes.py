@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 from gateway.app import App
 from gateway.config import load
 
-CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle"))
+CALLBACKS = frozenset(
+    ("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle")
+)
 WARM_UP, COUNTED = 32, 33
 SHORT, LONG = 4, 24  # chunks of two streams: what one costs more than the other is what chunks cost
 QUESTION = "How does a water wheel work? ################"
@@ -100,7 +102,9 @@ class Counting:
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_qualname
         if not self._stack and name not in CALLBACKS:
-            frame.f_trace = None  # a coroutine that was stepped in a callback before goes on in a task
+            frame.f_trace = (
+                None  # a coroutine that was stepped in a callback before goes on in a task
+            )
             return None
         inside = self._stack[-1] if self._stack else self.found
         self._stack.append(inside.calls.setdefault(name, Call(name)))
@@ -155,9 +159,13 @@ async def answered(reader: asyncio.StreamReader) -> None:
 
 def main() -> None:
     """Prints a line per kind, and what a chunk costs where both streams were counted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", default="", help="only those whose name begins so")
-    parser.add_argument("--functions", action="store_true", help="show the calls: instructions with all below, own")
+    parser.add_argument(
+        "--functions", action="store_true", help="show the calls: instructions with all below, own"
+    )
     options = parser.parse_args()
     build_tools()
     base, totals = free_base(), {}

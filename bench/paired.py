@@ -74,7 +74,9 @@ def main() -> int:
     return 0 if highest <= options.limit else 1
 
 
-def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random) -> float:
+def _compare(
+    old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random
+) -> float:
     """Print the ratios of all cells; the highest upper end of their intervals."""
     pace, highest = Pace(options.window_ms, 300), 0.0
     for policy in dict.fromkeys(cell.policy for cell in CELLS):
@@ -88,7 +90,9 @@ def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work:
                 pair.append(start(system, place))
                 stack.callback(pair[-1].stop)
             for cell in (cell for cell in CELLS if cell.policy == policy):
-                figures = [_measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)]
+                figures = [
+                    _measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)
+                ]
                 highest = max(highest, _print_cell(cell, figures))
     return highest
 
@@ -146,13 +150,17 @@ def _print_instructions(*homes: Path) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="paired.py", description="Compare the CPU of two versions of the gateway.")
+    parser = argparse.ArgumentParser(
+        prog="paired.py", description="Compare the CPU of two versions of the gateway."
+    )
     parser.add_argument("base", help="git revision to compare with")
     parser.add_argument("--head", help="git revision to measure (the working tree)")
     parser.add_argument("--pairs", type=int, default=24, help="windows of each version per cell")
     parser.add_argument("--window-ms", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="of the order within pairs")
-    parser.add_argument("--limit", type=float, default=1.02, help="greatest upper end of an interval")
+    parser.add_argument(
+        "--limit", type=float, default=1.02, help="greatest upper end of an interval"
+    )
     parser.add_argument("--compiled", action="store_true", help="compile both versions first")
     return parser.parse_args()
 

@@ -50,7 +50,9 @@ def main() -> int:
     missing = install_peers() | _compile(options)
     base = free_base()
     wanted = [
-        s for s in all_systems(base) if s.name not in missing and (not options.systems or s.name in options.systems)
+        s
+        for s in all_systems(base)
+        if s.name not in missing and (not options.systems or s.name in options.systems)
     ]
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
@@ -69,7 +71,9 @@ def _compile(options: argparse.Namespace) -> dict[str, str]:
     return compile_penstock() if not options.systems or OURS in options.systems else {}
 
 
-def _start_all(wanted: list[System], work: Path, results: Results, stack: ExitStack) -> dict[str, Running]:
+def _start_all(
+    wanted: list[System], work: Path, results: Results, stack: ExitStack
+) -> dict[str, Running]:
     fleet: dict[str, Running] = {}
     for system in wanted:
         _say(f"starting {system.key}")
@@ -84,16 +88,24 @@ def _start_all(wanted: list[System], work: Path, results: Results, stack: ExitSt
     return fleet
 
 
-def _measure_all(fleet: dict[str, Running], options: argparse.Namespace, work: Path, results: Results) -> None:
+def _measure_all(
+    fleet: dict[str, Running], options: argparse.Namespace, work: Path, results: Results
+) -> None:
     rate = options.rate or _half_load(fleet, work)
-    cells = [cell for cell in all_cells(rate) if any(options.cells in row.name for row in cell.rows)]
+    cells = [
+        cell for cell in all_cells(rate) if any(options.cells in row.name for row in cell.rows)
+    ]
     results.rows = [row for cell in cells for row in cell.rows]
     results.settings["half_load_streams_per_s"] = rate
     order = random.Random(options.seed)
     pace = Pace(1200, 300) if options.quick else Pace()
     for turn in range(options.rounds):
         for cell in cells:
-            names = [(name, policy) for name, policy in cell.policies.items() if f"{name}/{policy}" in fleet]
+            names = [
+                (name, policy)
+                for name, policy in cell.policies.items()
+                if f"{name}/{policy}" in fleet
+            ]
             order.shuffle(names)
             for name, policy in names:
                 _say(f"round {turn + 1}/{options.rounds}: {cell.rows[0].name}: {name}")
@@ -102,7 +114,12 @@ def _measure_all(fleet: dict[str, Running], options: argparse.Namespace, work: P
 
 def _half_load(fleet: dict[str, Running], work: Path) -> float:
     """From our own gateway, else (where it is not measured) from a peer: the same rate is then put to every system."""
-    for key in (f"{OURS}/round_robin", f"{SOURCES}/round_robin", "sglang-router/round_robin", "nginx/round_robin"):
+    for key in (
+        f"{OURS}/round_robin",
+        f"{SOURCES}/round_robin",
+        "sglang-router/round_robin",
+        "nginx/round_robin",
+    ):
         if key in fleet:
             return half_load_rate(fleet[key], work)
     return 1000.0
@@ -144,14 +161,24 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="three rounds with short windows")
     parser.add_argument("--rounds", type=int, help="rounds of every cell (5; 3 with --quick)")
-    parser.add_argument("--sources-only", action="store_true", help="compile nothing: judge the sources as they are")
-    parser.add_argument("--seed", type=int, default=1, help="of the order in which systems are measured")
-    parser.add_argument("--systems", type=lambda text: text.split(","), help="only these, comma-separated")
+    parser.add_argument(
+        "--sources-only", action="store_true", help="compile nothing: judge the sources as they are"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the order in which systems are measured"
+    )
+    parser.add_argument(
+        "--systems", type=lambda text: text.split(","), help="only these, comma-separated"
+    )
     parser.add_argument("--cells", default="", help="only rows whose name holds these words")
-    parser.add_argument("--rate", type=float, help="streams/s of the half-load rows, instead of finding it")
+    parser.add_argument(
+        "--rate", type=float, help="streams/s of the half-load rows, instead of finding it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", help="write the JSON here as well")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the table into docs/performance.md"
+    )
     parser.add_argument("--check", action="store_true", help="end with 1 when a goal is missed")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 5)

@@ -54,7 +54,11 @@ class Kind:
 
     def body(self, model: str) -> bytes:
         content = f"################ {self.prompt}"
-        made: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+        made: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 64,
+        }
         if self.stream:
             made |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps(made, separators=(",", ":")).encode()
@@ -63,13 +67,19 @@ class Kind:
 KINDS = (
     Kind("short prompt, plain answer", WORDS),
     Kind("2,500 words, plain answer", WORDS * 417),
-    Kind("short prompt, stream of 64 chunks", WORDS + "@bench chunks=64 every_us=2000 first_us=1000@", stream=True),
+    Kind(
+        "short prompt, stream of 64 chunks",
+        WORDS + "@bench chunks=64 every_us=2000 first_us=1000@",
+        stream=True,
+    ),
 )
 
 
 def main() -> None:
     """Prints instructions and then µs by kind of request: whole, split, their ratio; for plain answers the goal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--window-ms", type=int, default=1000)
     asked = parser.parse_args()
@@ -80,13 +90,21 @@ def main() -> None:
         for kind in KINDS:
             if not kind.stream:
                 bodies_of = [kind.body(model) for model in (MODEL, SPLIT)]
-                counts = [uvloop.run(_instructions(command, work, base + 100, body)) for body in bodies_of]
+                counts = [
+                    uvloop.run(_instructions(command, work, base + 100, body)) for body in bodies_of
+                ]
                 _print(kind, "instructions", [tuple(counts)])
         running = start(System("penstock", "split", base + 100, command), work)
         try:
             for kind in KINDS:
-                bodies = {model: write_bodies(work / model, [kind.body(model)]) for model in (MODEL, SPLIT)}
-                rounds = [tuple(_cpu_us(running, pace, bodies[model]) for model in bodies) for _ in range(asked.rounds)]
+                bodies = {
+                    model: write_bodies(work / model, [kind.body(model)])
+                    for model in (MODEL, SPLIT)
+                }
+                rounds = [
+                    tuple(_cpu_us(running, pace, bodies[model]) for model in bodies)
+                    for _ in range(asked.rounds)
+                ]
                 _print(kind, "us", rounds)
         finally:
             running.stop()
@@ -130,7 +148,10 @@ def _print(kind: Kind, unit: str, rounds: list[tuple[float, ...]]) -> None:
     whole, split = (median(each) for each in zip(*rounds, strict=True))
     ratio = median(split / whole for whole, split in rounds)
     goal = "" if kind.stream else f"  goal <= {GOAL}: {'met' if ratio <= GOAL else 'MISSED'}"
-    print(f"{kind.name:34} whole {whole:7.0f}  split {split:7.0f} {unit:12}  ratio {ratio:.2f}{goal}", flush=True)
+    print(
+        f"{kind.name:34} whole {whole:7.0f}  split {split:7.0f} {unit:12}  ratio {ratio:.2f}{goal}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

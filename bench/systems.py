@@ -32,7 +32,10 @@ GATEWAY_CORE, LOAD_CORE = 0, 1
 BACKENDS = 4
 COMPILED = ROOT / "build" / "compiled"
 OURS, SOURCES = "penstock", "penstock sources"
-ADMIN, AFRESH = 100, 50  # offsets of a system's port for its metrics, and for a second process of it
+ADMIN, AFRESH = (
+    100,
+    50,
+)  # offsets of a system's port for its metrics, and for a second process of it
 MODEL = "bench-model"
 
 
@@ -88,7 +91,9 @@ class Certificate:
     key: Path
 
 
-def penstock_command(policy: str, urls: list[str], tls: Certificate | None = None) -> Callable[[Path, int], list[str]]:
+def penstock_command(
+    policy: str, urls: list[str], tls: Certificate | None = None
+) -> Callable[[Path, int], list[str]]:
     """How to start our gateway with this policy before these endpoints."""
     section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
 
@@ -107,19 +112,30 @@ def penstock_command(policy: str, urls: list[str], tls: Certificate | None = Non
     return command
 
 
-def _router(module: str, policy: str, quiet: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+def _router(
+    module: str, policy: str, quiet: str, urls: list[str]
+) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
         return [
             *(str(PEERS_VENV / "bin" / "python"), "-m", module),
             *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls),
             *("--policy", policy, "--prometheus-port", str(port + ADMIN), "--log-level", quiet),
-            *("--max-concurrent-requests", "20000", "--queue-size", "20000", "--worker-startup-check-interval", "1"),
+            *(
+                "--max-concurrent-requests",
+                "20000",
+                "--queue-size",
+                "20000",
+                "--worker-startup-check-interval",
+                "1",
+            ),
         ]
 
     return command
 
 
-def nginx_command(urls: list[str], work: Path, port: int, tls: Certificate | None = None) -> list[str]:
+def nginx_command(
+    urls: list[str], work: Path, port: int, tls: Certificate | None = None
+) -> list[str]:
     """How to start nginx as a proxy before these endpoints."""
     work = work / f"nginx-{port}"
     work.mkdir(exist_ok=True)
@@ -129,7 +145,8 @@ def nginx_command(urls: list[str], work: Path, port: int, tls: Certificate | Non
     servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
     config = work / "nginx.conf"
     temp = "\n".join(
-        f"  {kind}_temp_path {work / kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        f"  {kind}_temp_path {work / kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     config.write_text(f"""
 worker_processes 1;
@@ -175,10 +192,18 @@ def all_systems(base: int) -> list[System]:
         System("nginx", "round_robin", base + 100, partial(nginx_command, urls)),
         System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
         System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
-        System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
-        System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
-        System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
-        System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
+        System(
+            "sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)
+        ),
+        System(
+            "sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)
+        ),
+        System(
+            "vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)
+        ),
+        System(
+            "vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)
+        ),
         System(SOURCES, "round_robin", base + 107, penstock_command("round_robin", urls)),
         System(SOURCES, "prefix_aware", base + 108, penstock_command("prefix_aware", urls)),
     ]
@@ -191,14 +216,18 @@ def compile_penstock() -> dict[str, str]:
     """Compiles our hot path as the image does, from the sources as they are now. Name -> reason where that fails."""
     command = [sys.executable, str(ROOT / "deploy" / "compile.py"), str(COMPILED)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+    return (
+        {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+    )
 
 
 def how_built(*, compiled: bool) -> str:
     """For whoever reads the table: what our columns are."""
     if not compiled:
         return f"{SOURCES} is not compiled"
-    compiler = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    compiler = subprocess.run(
+        ["cc", "--version"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[0]
     return f"{OURS} is compiled by Cython {version_of('cython')} and {compiler}; {SOURCES} is not"
 
 
@@ -207,29 +236,44 @@ def build_tools() -> None:
     BIN.mkdir(exist_ok=True)
     for tool in ("backend", "load"):
         made, sources = BIN / tool, (HERE / f"{tool}.c", HERE / "wire.h")
-        if made.exists() and all(made.stat().st_mtime > source.stat().st_mtime for source in sources):
+        if made.exists() and all(
+            made.stat().st_mtime > source.stat().st_mtime for source in sources
+        ):
             continue
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise SystemExit("peers.py needs a C compiler (cc or gcc) for its backend and load generator")
-        subprocess.run([compiler, "-O2", "-std=gnu11", "-o", str(made), str(sources[0])], check=True)
+            raise SystemExit(
+                "peers.py needs a C compiler (cc or gcc) for its backend and load generator"
+            )
+        subprocess.run(
+            [compiler, "-O2", "-std=gnu11", "-o", str(made), str(sources[0])], check=True
+        )
 
 
 def install_peers() -> dict[str, str]:
     """Puts the routers into a venv of their own. Returns name -> reason for those that cannot be had."""
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
-        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True)
+        subprocess.run(
+            ["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True
+        )
     missing: dict[str, str] = {}
     for name, version in PEERS.items():
         module = name.replace("-", "_")
-        wanted = f"import importlib.metadata as m, {module}; assert m.version({name!r}) == {version!r}"
-        if subprocess.run([str(python), "-c", wanted], capture_output=True, check=False).returncode == 0:
+        wanted = (
+            f"import importlib.metadata as m, {module}; assert m.version({name!r}) == {version!r}"
+        )
+        if (
+            subprocess.run([str(python), "-c", wanted], capture_output=True, check=False).returncode
+            == 0
+        ):
             continue
         pip = [str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}"]
         done = subprocess.run(pip, capture_output=True, text=True, check=False)
         if done.returncode:
-            missing[name] = f"pip cannot install {name}=={version}: {done.stderr.strip().splitlines()[-1:]}"
+            missing[name] = (
+                f"pip cannot install {name}=={version}: {done.stderr.strip().splitlines()[-1:]}"
+            )
     return missing
 
 
@@ -248,7 +292,10 @@ def install_nginx() -> None:
     if shutil.which("apt-get"):
         command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "nginx-light"]
         subprocess.run(
-            command, capture_output=True, check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            command,
+            capture_output=True,
+            check=False,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
 
 
@@ -322,9 +369,16 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
         return Running(system, None)
     log = work / f"{system.name}-{system.policy}.log"
     # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "NO_COLOR": "1",
+    }
     with log.open("wb") as sink:
-        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env)
+        process = subprocess.Popen(
+            pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env
+        )
     running = Running(system, process)
     try:
         _await_service(running, time.monotonic() + wait_s)
@@ -347,7 +401,9 @@ def _await_service(running: Running, deadline: float) -> None:
     in_a_row = 0
     while in_a_row < 20:
         if running.process is not None and running.process.poll() is not None:
-            raise NotMeasurable(f"{running.system.key} ended with status {running.process.returncode}")
+            raise NotMeasurable(
+                f"{running.system.key} ended with status {running.process.returncode}"
+            )
         if time.monotonic() > deadline:
             raise NotMeasurable(f"{running.system.key} did not serve in time")
         if _answers(running.system):
@@ -359,7 +415,9 @@ def _await_service(running: Running, deadline: float) -> None:
 
 def _answers(system: System) -> bool:
     body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"ready?"}}]}}'.encode()
-    request = urllib.request.Request(f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body)
+    request = urllib.request.Request(
+        f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body
+    )
     request.add_header("content-type", "application/json")
     try:
         with urllib.request.urlopen(request, timeout=2, context=_ANY_CERTIFICATE) as answer:

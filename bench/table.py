@@ -68,7 +68,9 @@ def verdicts(results: Results) -> list[Verdict]:
         for other, most in row.goals.items():
             value = compare(results, row, other)
             if value is not None:
-                goal = f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
+                goal = (
+                    f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
+                )
                 found.append(Verdict(row.name, goal, value, value <= most))
     return found
 
@@ -77,7 +79,11 @@ def markdown(results: Results) -> str:
     """The table as it stands in the docs: medians, then our number beside each peer's, then the goals."""
     others = [name for name in COLUMNS if name != results.ours]
     lines = [
-        "| | unit | " + " | ".join(COLUMNS) + " | " + " | ".join(f"vs {name}" for name in others) + " |",
+        "| | unit | "
+        + " | ".join(COLUMNS)
+        + " | "
+        + " | ".join(f"vs {name}" for name in others)
+        + " |",
         "|---|---|" + "--:|" * (len(COLUMNS) + len(others)),
     ]
     for row in results.rows:
@@ -87,13 +93,22 @@ def markdown(results: Results) -> str:
     judged = verdicts(results)
     if judged:
         lines += ["", "| goal | asked | measured | |", "|---|---|--:|---|"]
-        lines += [f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |" for v in judged]
+        lines += [
+            f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |"
+            for v in judged
+        ]
     if results.others:
         usual, worst = median(results.others), max(results.others)
-        lines.append(f"\nOther processes had {usual:.0%} of the gateway's core in the median, {worst:.0%} at worst.")
+        lines.append(
+            f"\nOther processes had {usual:.0%} of the gateway's core in the median, {worst:.0%} at worst."
+        )
         if usual > QUIET:
-            lines.append("**The machine was not quiet**: latencies are too high and chunks too cheap; take it again.")
-    lines += [f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())]
+            lines.append(
+                "**The machine was not quiet**: latencies are too high and chunks too cheap; take it again."
+            )
+    lines += [
+        f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())
+    ]
     return "\n".join(lines)
 
 
@@ -110,7 +125,11 @@ def as_json(results: Results) -> dict[str, Any]:
     """Everything: every sample, the medians, the goals."""
     return {
         "settings": results.settings,
-        "machine": {"cpu": cpu_name(), "kernel": platform.release(), "python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_name(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
         "rows": [
             {
                 "name": row.name,
@@ -120,7 +139,10 @@ def as_json(results: Results) -> dict[str, Any]:
             }
             for row in results.rows
         ],
-        "goals": [{"row": v.row, "goal": v.goal, "value": v.value, "met": v.met} for v in verdicts(results)],
+        "goals": [
+            {"row": v.row, "goal": v.goal, "value": v.value, "met": v.met}
+            for v in verdicts(results)
+        ],
         "not_measured": results.problems,
         "others_on_gateway_core": results.others,
     }
@@ -142,5 +164,7 @@ def write_docs(page: Path, results: Results) -> None:
     if not found or not ends:
         raise SystemExit(f"{page} has no {begin} ... {end}")
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
-    taken = f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."
+    taken = (
+        f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."
+    )
     page.write_text(f"{before}{begin}\n{taken}\n\n{markdown(results)}\n{end}{after}")

@@ -100,7 +100,9 @@ def _systems(base: int, certificate: Certificate, home: Path) -> Iterator[System
     for number, tls in enumerate((None, certificate)):
         suffix, scheme = ("", "http") if tls is None else (" TLS", "https")
         ours = penstock_command("round_robin", urls, tls)
-        yield System(f"penstock{suffix}", "round_robin", base + 101 + 2 * number, ours, home, scheme)
+        yield System(
+            f"penstock{suffix}", "round_robin", base + 101 + 2 * number, ours, home, scheme
+        )
         theirs = partial(nginx_command, urls, tls=tls)
         yield System(f"nginx{suffix}", "round_robin", base + 102 + 2 * number, theirs, ROOT, scheme)
 
@@ -137,7 +139,15 @@ keepalive_requests 1000000000;
 {servers}
 }}
 """)
-    command = [nginx_binary(), "-c", str(config), "-e", str(folder / "nginx.err"), "-p", str(folder)]
+    command = [
+        nginx_binary(),
+        "-c",
+        str(config),
+        "-e",
+        str(folder / "nginx.err"),
+        "-p",
+        str(folder),
+    ]
     process = subprocess.Popen(pinned(LOAD_CORE, command))
     try:
         _await_port(systems[-1].port + NEW, time.monotonic() + 10)
@@ -203,11 +213,15 @@ def _show(cell: TlsCell, rounds: Sequence[Mapping[str, float]]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--window-ms", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
-    parser.add_argument("--compiled", action="store_true", help="compile the gateway first, as the image has it")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the gateway first, as the image has it"
+    )
     return parser.parse_args()
 
 

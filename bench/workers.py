@@ -44,7 +44,9 @@ WORDS = "How does a water wheel work? "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-ms", type=int, default=1500)
     asked = parser.parse_args()
@@ -56,12 +58,20 @@ def main() -> None:
         running: list[Running] = []
         try:
             specs = [System("penstock", f"{n}", base + 100 + n, _command(urls, n)) for n in (1, 2)]
-            running.extend(start(spec, work) for spec in specs)  # who has started is ended, even if the next does not
+            running.extend(
+                start(spec, work) for spec in specs
+            )  # who has started is ended, even if the next does not
             _on_all_cores(running[1])
             for name, bodies in _kinds(work):
                 one, two = running
                 rounds = range(asked.rounds)
-                _print(name, [(_saturated(one, pace, bodies), _saturated(two, pace, bodies)) for _ in rounds])
+                _print(
+                    name,
+                    [
+                        (_saturated(one, pace, bodies), _saturated(two, pace, bodies))
+                        for _ in rounds
+                    ],
+                )
         finally:
             for each in running:
                 each.stop()
@@ -80,7 +90,11 @@ def _kinds(work: Path) -> list[tuple[str, Path]]:
 
 
 def _body(content: str) -> bytes:
-    made: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    made: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 64,
+    }
     return json.dumps(made, separators=(",", ":")).encode()
 
 
@@ -128,8 +142,13 @@ def _on_all_cores(running: Running) -> None:
 
 def _print(name: str, rounds: list[tuple[Window, Window]]) -> None:
     one, two = ([each[at] for each in rounds] for at in (0, 1))
-    alone, both = median(each.rate / each.used for each in one), median(each.rate / each.left for each in two)
-    gain = median(2 * with_two.rate / with_two.left * alone.used / alone.rate for alone, with_two in rounds)
+    alone, both = (
+        median(each.rate / each.used for each in one),
+        median(each.rate / each.left for each in two),
+    )
+    gain = median(
+        2 * with_two.rate / with_two.left * alone.used / alone.rate for alone, with_two in rounds
+    )
     idle = median(1 - each.used / each.left for each in two)
     verdict = "met" if gain >= GOAL else "MISSED"
     print(

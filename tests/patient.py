@@ -17,4 +17,7 @@ PATIENT: dict[str, Any] = {
 
 def patient(sections: Mapping[str, Any]) -> dict[str, Any]:
     """These sections, patient wherever they do not say otherwise."""
-    return {**sections, **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()}}
+    return {
+        **sections,
+        **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()},
+    }

@@ -40,9 +40,20 @@ class RedisServer:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         command = [self._program, *options, "--dir", str(self._folder), "--daemonize", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         ends = monotonic() + PATIENCE_S
         while not self._answers():
             assert self._process.poll() is None, "redis-server ended before it answered"

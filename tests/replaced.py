@@ -10,7 +10,9 @@ import pytest
 from gateway.util.version import is_compiled
 
 
-def replace_method(patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]) -> None:
+def replace_method(
+    patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
+) -> None:
     """Skips the test on compiled modules: methods of a C class cannot be replaced (docs/decisions/0005)."""
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class here: its methods cannot be replaced")

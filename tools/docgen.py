@@ -55,11 +55,25 @@ def metrics_page() -> str:
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
     buckets = "\n".join(
-        f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}" for spec in catalogue if spec.buckets
+        f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}"
+        for spec in catalogue
+        if spec.buckets
     )
-    shown_caps = _table(("label", "values at most"), [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())])
+    shown_caps = _table(
+        ("label", "values at most"), [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())]
+    )
     return "\n".join(
-        [_MADE, _METRICS_INTRO, table, "## Labels\n", _LABELS_INTRO, shown_caps, "## Buckets\n", buckets, ""]
+        [
+            _MADE,
+            _METRICS_INTRO,
+            table,
+            "## Labels\n",
+            _LABELS_INTRO,
+            shown_caps,
+            "## Buckets\n",
+            buckets,
+            "",
+        ]
     )
 
 
@@ -76,7 +90,9 @@ def _row(row: Row, specs: Sequence[Spec]) -> str:
         )
         for spec in specs
     ]
-    return f"## {row}\n\n" + _table(("metric", "type, unit", "labels", "meaning", "of workers", "owner"), rows)
+    return f"## {row}\n\n" + _table(
+        ("metric", "type, unit", "labels", "meaning", "of workers", "owner"), rows
+    )
 
 
 def cli_page() -> str:
@@ -116,7 +132,9 @@ def main() -> None:
         Path(path).write_text(text)
 
 
-def _sections(path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _sections(
+    path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """(path as in the file, definition name) of every section below `definition`, each after the one that holds it."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
@@ -146,10 +164,17 @@ def _values_of(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*inner, extra] if isinstance(extra, dict) else inner
 
 
-def _section(title: str, text: str, definition: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+def _section(
+    title: str, text: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> str:
     required = definition.get("required", ())
     rows = [
-        (f"`{key}`", _type(field, schema), _default(field, key in required), _meaning(field, schema))
+        (
+            f"`{key}`",
+            _type(field, schema),
+            _default(field, key in required),
+            _meaning(field, schema),
+        )
         for key, field in definition["properties"].items()
     ]
     return f"## {title}\n\n{text.strip()}\n\n" + _table(("key", "type", "default", "meaning"), rows)
@@ -157,15 +182,21 @@ def _section(title: str, text: str, definition: Mapping[str, Any], schema: Mappi
 
 def _meaning(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     name, _ = _target(field)
-    return str(field.get("description") or (schema["$defs"][name].get("description", "") if name else ""))
+    return str(
+        field.get("description") or (schema["$defs"][name].get("description", "") if name else "")
+    )
 
 
 def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "$ref" in field:
         target = schema["$defs"][str(field["$ref"]).rsplit("/", 1)[-1]]
-        return " or ".join(f"`{value}`" for value in target["enum"]) if "enum" in target else "section"
+        return (
+            " or ".join(f"`{value}`" for value in target["enum"]) if "enum" in target else "section"
+        )
     if "anyOf" in field:
-        return " or ".join(_type(choice, schema) for choice in field["anyOf"] if choice.get("type") != "null")
+        return " or ".join(
+            _type(choice, schema) for choice in field["anyOf"] if choice.get("type") != "null"
+        )
     if "items" in field:
         return f"list of {_type(field['items'], schema)}s"
     if inner := _values_of(field):
@@ -189,7 +220,11 @@ def _plain_type(field: Mapping[str, Any]) -> str:
     }
     word = words[field["type"]]
     low, high = field.get("minimum"), field.get("maximum")
-    return f"{word}, {low:g} to {high:g}" if low is not None and high is not None and high <= 65536 else word
+    return (
+        f"{word}, {low:g} to {high:g}"
+        if low is not None and high is not None and high <= 65536
+        else word
+    )
 
 
 _UNITS: Mapping[str, str] = {
@@ -220,7 +255,9 @@ def _admissions() -> str:
     return "## Admissions\n\n" + _table(("admission", "lets in", "parameters"), table)
 
 
-def _by_name(names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]) -> list[tuple[str, str, str]]:
+def _by_name(
+    names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]
+) -> list[tuple[str, str, str]]:
     rows = []
     for name in names:
         kind = params_type(name)
@@ -247,7 +284,12 @@ def _options(command: Any) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )
 
 
 _CONFIG_INTRO = """\

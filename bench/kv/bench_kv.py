@@ -38,7 +38,12 @@ def main() -> int:
     with tempfile.NamedTemporaryFile(prefix="penstock-kv-", dir=_memory()) as expected:
         reference(options.pool_mib << 20, options.seed).tofile(expected)
         expected.flush()
-        pairs = _start([who for who in everyone() if _wanted(who, options.only)], missing, Path(expected.name), results)
+        pairs = _start(
+            [who for who in everyone() if _wanted(who, options.only)],
+            missing,
+            Path(expected.name),
+            results,
+        )
         try:
             _measure(pairs, options, results)
         finally:
@@ -56,7 +61,9 @@ def _wanted(who: Contestant, only: list[str]) -> bool:
     return not only or any(words in who.name for words in only)
 
 
-def _start(wanted: list[Contestant], missing: dict[str, str], expected: Path, results: Results) -> dict[str, Pair]:
+def _start(
+    wanted: list[Contestant], missing: dict[str, str], expected: Path, results: Results
+) -> dict[str, Pair]:
     pairs: dict[str, Pair] = {}
     for who in wanted:
         try:
@@ -85,7 +92,14 @@ def _tasks(pool_bytes: int) -> list[Task]:
 
     tasks: list[Task] = [(f"{SIZES[size]} blocks", size, moved(size)) for size in SIZES]
     tasks += [(f"{SIZES[size]} latency", size, waited(size)) for size in WAITS]
-    return [*tasks, ("layer-wise", None, lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)})]
+    return [
+        *tasks,
+        (
+            "layer-wise",
+            None,
+            lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)},
+        ),
+    ]
 
 
 def _measure(pairs: dict[str, Pair], options: argparse.Namespace, results: Results) -> None:
@@ -126,9 +140,16 @@ def _one(
 def _show(results: Results, options: argparse.Namespace) -> int:
     table = markdown(results)
     if options.json:
-        samples = {f"{who}: {quantity}": list(v.values()) for (who, quantity), v in results.samples.items()}
-        goals = {v.goal.name: {"asked": v.goal.asked, "value": v.value, "met": v.met} for v in verdicts(results)}
-        Path(options.json).write_text(json.dumps({"samples": samples, "goals": goals}, indent=2) + "\n")
+        samples = {
+            f"{who}: {quantity}": list(v.values()) for (who, quantity), v in results.samples.items()
+        }
+        goals = {
+            v.goal.name: {"asked": v.goal.asked, "value": v.value, "met": v.met}
+            for v in verdicts(results)
+        }
+        Path(options.json).write_text(
+            json.dumps({"samples": samples, "goals": goals}, indent=2) + "\n"
+        )
     if options.write_docs:
         _write_docs(table, options.rounds)
     print(table)
@@ -148,23 +169,42 @@ def _write_docs(table: str, rounds: int) -> None:
     from table import cpu_name
 
     machine = f"Python {platform.python_version()}, {os.cpu_count()} cores of {cpu_name()}, Linux {platform.release()}"
-    page.write_text(f"{before}{begin}\nMedians of {rounds} rounds; {machine}.\n\n{table}\n{end}{after}")
+    page.write_text(
+        f"{before}{begin}\nMedians of {rounds} rounds; {machine}.\n\n{table}\n{end}{after}"
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_kv.py", description="Compare KV transfers on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="bench_kv.py", description="Compare KV transfers on this machine."
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="contestants holding these words")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="contestants holding these words",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of contents, slots and order")
     parser.add_argument(
-        "--retakes", type=int, default=1, help="of a measurement while others use a tenth of the machine"
+        "--retakes",
+        type=int,
+        default=1,
+        help="of a measurement while others use a tenth of the machine",
     )
     parser.add_argument(
-        "--pool-mib", type=int, default=256, help="memory of each process out of which blocks are drawn"
+        "--pool-mib",
+        type=int,
+        default=256,
+        help="memory of each process out of which blocks are drawn",
     )
     parser.add_argument("--json", help="write every sample here as well")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the table into docs/performance.md"
+    )
     parser.add_argument("--check", action="store_true", help="end with 1 when a goal is missed")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)

@@ -26,7 +26,10 @@ LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1")  # what Mooncake's wheel l
 
 TCP_ONLY = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self"}
 SAME_HOST = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,self"}
-MANY_BLOCKS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
+MANY_BLOCKS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
 PATIENCE_S = 60.0
 
 
@@ -60,11 +63,19 @@ def everyone() -> list[Contestant]:
         Contestant("memcpy, memory files", "side_memcpy", "sink", {"files": True}),
         Contestant("raw tcp", "side_raw"),
         Contestant("raw tcp, scattered", "side_raw", settings={"scattered": True}),
-        Contestant("raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}),
+        Contestant(
+            "raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}
+        ),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
-        Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)),
-        Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)),
-        Contestant("layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}, sizes=()),
+        Contestant(
+            "ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)
+        ),
+        Contestant(
+            "ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)
+        ),
+        Contestant(
+            "layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}, sizes=()
+        ),
         _nixl("nixl tcp write", "WRITE", TCP_ONLY),
         _nixl("nixl tcp read", "READ", TCP_ONLY),
         _nixl("nixl cma write", "WRITE", SAME_HOST),
@@ -100,7 +111,10 @@ def _mooncake(name: str, op: str) -> Contestant:
 def install_peers() -> dict[str, str]:
     """Puts the peers into an environment of their own, without their CUDA dependencies. Module -> why it is missing."""
     if not PEERS_PYTHON.exists():
-        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS / "venv")], check=True)
+        subprocess.run(
+            ["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS / "venv")],
+            check=True,
+        )
         _pip("numpy")
     missing = {}
     for module, packages in (("side_nixl", NIXL), ("side_mooncake", MOONCAKE)):
@@ -114,20 +128,30 @@ def install_peers() -> dict[str, str]:
 
 
 def _have(packages: tuple[str, ...]) -> bool:
-    wanted = {name: version for name, _, version in (package.partition("==") for package in packages)}
+    wanted = {
+        name: version for name, _, version in (package.partition("==") for package in packages)
+    }
     code = f"import importlib.metadata as m; assert all(m.version(n) == v for n, v in {wanted!r}.items())"
-    return subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    )
 
 
 def _pip(*what: str) -> str | None:
     command = [PEERS_PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", *what]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"pip cannot install {what[-1]}: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else None
+    return (
+        f"pip cannot install {what[-1]}: {done.stderr.strip().splitlines()[-1:]}"
+        if done.returncode
+        else None
+    )
 
 
 def _mooncake_links() -> bool:
     code = "import os, mooncake.engine; os._exit(0)"
-    return subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    )
 
 
 def _apt(*packages: str) -> None:
@@ -145,12 +169,23 @@ class Process:
     """One worker of a pair: a command is a line of JSON, its answer too."""
 
     def __init__(self, who: Contestant, role: str, expected: Path) -> None:
-        command = [who.python, HERE / "worker.py", who.module, role, json.dumps(dict(who.settings)), expected]
+        command = [
+            who.python,
+            HERE / "worker.py",
+            who.module,
+            role,
+            json.dumps(dict(who.settings)),
+            expected,
+        ]
         env = {**os.environ, **who.env, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.name = f"{who.name} ({role})"
         self.log = (PEERS / f"{who.name.replace(' ', '-')}-{role}.log").open("w")
         self.popen = subprocess.Popen(
-            [str(part) for part in command], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+            [str(part) for part in command],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
         )
         self.rest = b""
 
@@ -167,10 +202,14 @@ class Process:
         assert self.popen.stdout is not None
         deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self.rest:
-            ready, _, _ = select.select([self.popen.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.popen.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
             piece = os.read(self.popen.stdout.fileno(), 1 << 16) if ready else b""
             if not piece:
-                raise NotMeasurable(f"{self.name} {'ended' if ready else 'hangs'}, see {self.log.name}")
+                raise NotMeasurable(
+                    f"{self.name} {'ended' if ready else 'hangs'}, see {self.log.name}"
+                )
             self.rest += piece
         line, _, self.rest = self.rest.partition(b"\n")
         reply = json.loads(line)

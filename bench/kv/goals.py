@@ -12,7 +12,10 @@ from statistics import median
 
 SIZES = {4 << 10: "4 KiB", 64 << 10: "64 KiB", 2 << 20: "2 MiB"}
 WAITS = (64 << 10, 4 << 10)
-NIXL_TCP, MOONCAKE_TCP = ("nixl tcp write", "nixl tcp read"), ("mooncake tcp write", "mooncake tcp read")
+NIXL_TCP, MOONCAKE_TCP = (
+    ("nixl tcp write", "nixl tcp read"),
+    ("mooncake tcp write", "mooncake tcp read"),
+)
 
 
 @dataclass
@@ -60,7 +63,9 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        return self.value >= self.goal.limit if self.goal.at_least else self.value <= self.goal.limit
+        return (
+            self.value >= self.goal.limit if self.goal.at_least else self.value <= self.goal.limit
+        )
 
 
 def speed(block_bytes: int) -> str:
@@ -97,10 +102,24 @@ def all_goals() -> list[Goal]:
         Goal("64 KiB: tcp over NIXL tcp", 2, ratio("ours tcp", NIXL_TCP, speed(middle))),
         Goal("64 KiB: tcp over Mooncake tcp", 2, ratio("ours tcp", MOONCAKE_TCP, speed(middle))),
         Goal("64 KiB: tcp over raw tcp", 0.95, ratio("ours tcp", ["raw tcp"], speed(middle))),
-        Goal("64 KiB: tcp with xxh3 over raw tcp", 0.85, ratio("ours tcp xxh3", ["raw tcp"], speed(middle))),
+        Goal(
+            "64 KiB: tcp with xxh3 over raw tcp",
+            0.85,
+            ratio("ours tcp xxh3", ["raw tcp"], speed(middle)),
+        ),
         Goal("64 KiB: tcp, CPU-s/GB", 0.30, plain("ours tcp", cpu(middle)), at_least=False),
-        Goal("64 KiB: tcp with xxh3, CPU-s/GB", 0.35, plain("ours tcp xxh3", cpu(middle)), at_least=False),
-        Goal("64 KiB: tcp with AES-GCM, CPU-s/GB", 0.55, plain("ours tcp aes", cpu(middle)), at_least=False),
+        Goal(
+            "64 KiB: tcp with xxh3, CPU-s/GB",
+            0.35,
+            plain("ours tcp xxh3", cpu(middle)),
+            at_least=False,
+        ),
+        Goal(
+            "64 KiB: tcp with AES-GCM, CPU-s/GB",
+            0.55,
+            plain("ours tcp aes", cpu(middle)),
+            at_least=False,
+        ),
         Goal("4 KiB: tcp over NIXL tcp", 4, ratio("ours tcp", NIXL_TCP, speed(small))),
         Goal("4 KiB: tcp over Mooncake tcp", 4, ratio("ours tcp", MOONCAKE_TCP, speed(small))),
         Goal("2 MiB: tcp over NIXL tcp write", 1, ratio("ours tcp", NIXL_TCP[:1], speed(large))),
@@ -109,7 +128,12 @@ def all_goals() -> list[Goal]:
         Goal("64 KiB: tcp, p50 µs", 20, plain("ours tcp", wait(middle, "p50")), at_least=False),
         Goal("64 KiB: tcp, p99 µs", 150, plain("ours tcp", wait(middle, "p99")), at_least=False),
         Goal("4 KiB: tcp, p50 µs", 10, plain("ours tcp", wait(small, "p50")), at_least=False),
-        Goal("layer-wise: exposed share of the transfer", 0.15, plain("layer-wise", "exposed share"), at_least=False),
+        Goal(
+            "layer-wise: exposed share of the transfer",
+            0.15,
+            plain("layer-wise", "exposed share"),
+            at_least=False,
+        ),
     ]
 
 
@@ -117,7 +141,9 @@ def verdicts(results: Results) -> list[Verdict]:
     """Every goal for which there was something in some round."""
     found = []
     for goal in all_goals():
-        values = [v for turn in range(results.rounds) if (v := goal.value(results, turn)) is not None]
+        values = [
+            v for turn in range(results.rounds) if (v := goal.value(results, turn)) is not None
+        ]
         if values:
             found.append(Verdict(goal, median(values), min(values), max(values)))
     return found
@@ -125,7 +151,9 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def markdown(results: Results) -> str:
     """The table of contestants, then the goals, then what could not be measured."""
-    names = list(dict.fromkeys(who for who, quantity in results.samples if quantity != "exposed share"))
+    names = list(
+        dict.fromkeys(who for who, quantity in results.samples if quantity != "exposed share")
+    )
     columns = [name(size) for size in SIZES for name in (speed, cpu)]
     columns += [wait(size, cut) for size in WAITS for cut in ("p50", "p99")]
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
@@ -134,7 +162,11 @@ def markdown(results: Results) -> str:
         lines.append(f"| {who} | " + " | ".join(cells) + " |")
     judged = verdicts(results)
     if judged:
-        lines += ["", "| goal | asked | measured | lowest and highest round | |", "|---|--:|--:|--:|---|"]
+        lines += [
+            "",
+            "| goal | asked | measured | lowest and highest round | |",
+            "|---|--:|--:|--:|---|",
+        ]
         lines += [
             f"| {v.goal.name} | {v.goal.asked} | {_number(v.value)} | {_number(v.lowest)} to {_number(v.highest)} "
             f"| {'met' if v.met else '**missed**'} |"
@@ -142,8 +174,12 @@ def markdown(results: Results) -> str:
         ]
     if results.others:
         usual, worst = median(results.others), max(results.others)
-        lines.append(f"\nOther processes used {usual:.0%} of the machine in the median, {worst:.0%} at worst.")
-    lines += [f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())]
+        lines.append(
+            f"\nOther processes used {usual:.0%} of the machine in the median, {worst:.0%} at worst."
+        )
+    lines += [
+        f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())
+    ]
     return "\n".join(lines)
 
 

@@ -12,7 +12,11 @@ from statistics import quantiles
 
 from contestants import NotMeasurable, Pair
 
-PASS_BYTES = {4 << 10: 64 << 20, 64 << 10: 256 << 20, 2 << 20: 256 << 20}  # 4 KiB: fewer, or the slow ones take minutes
+PASS_BYTES = {
+    4 << 10: 64 << 20,
+    64 << 10: 256 << 20,
+    2 << 20: 256 << 20,
+}  # 4 KiB: fewer, or the slow ones take minutes
 POSTS = 1000
 ENOUGH_S, MOST_PASSES = 0.25, 4
 QUIET = 0.1  # of the machine to others
@@ -39,7 +43,13 @@ def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random)
     n_bytes, seconds, cpu_s = 0, 0.0, 0.0
     size = min(PASS_BYTES[block_bytes], pool_bytes)
     for _ in range(MOST_PASSES):
-        pair.both("prepare", block_bytes=block_bytes, count=size // block_bytes, seed=rng.getrandbits(32), each=False)
+        pair.both(
+            "prepare",
+            block_bytes=block_bytes,
+            count=size // block_bytes,
+            seed=rng.getrandbits(32),
+            each=False,
+        )
         pair.both("begin")
         seconds += pair.initiator.ask("run")
         cpu_s += sum(pair.both("finish"))
@@ -62,7 +72,9 @@ def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -
 
 
 LAYERED_BLOCK_BYTES = 256 << 10
-PREFILL_SHARE = 1.5  # a prefill takes so much longer than its transfer here: the transfer fits under it
+PREFILL_SHARE = (
+    1.5  # a prefill takes so much longer than its transfer here: the transfer fits under it
+)
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
@@ -74,7 +86,13 @@ def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
 def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) -> float:
     """The sink waits for the offer, as a reserved decode group does. Seconds after the last layer."""
     count = pool_bytes // LAYERED_BLOCK_BYTES
-    pair.both("prepare", block_bytes=LAYERED_BLOCK_BYTES, count=count, seed=rng.getrandbits(32), each=False)
+    pair.both(
+        "prepare",
+        block_bytes=LAYERED_BLOCK_BYTES,
+        count=count,
+        seed=rng.getrandbits(32),
+        each=False,
+    )
     pair.sink.tell("custom", what="fetch")
     seconds: float = pair.source.ask("custom", what="offer", prefill_s=prefill_s)
     pair.sink.answer()
@@ -88,7 +106,9 @@ def _verify(pair: Pair) -> None:
         raise NotMeasurable(f"{pair.who.name} delivered {wrong} wrong blocks")
 
 
-def least_disturbed(pair: Pair, task: Callable[[], dict[str, float]], retakes: int) -> tuple[float, dict[str, float]]:
+def least_disturbed(
+    pair: Pair, task: Callable[[], dict[str, float]], retakes: int
+) -> tuple[float, dict[str, float]]:
     """What the task measured, and the share of the machine that others used meanwhile. Too much: taken again."""
     best = _watched(pair, task)
     for _ in range(retakes):

@@ -37,7 +37,11 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
     """What every source's pool holds."""
-    return np.random.default_rng(seed).integers(0, 2**64, pool_bytes // 8, dtype=np.uint64).view(np.uint8)
+    return (
+        np.random.default_rng(seed)
+        .integers(0, 2**64, pool_bytes // 8, dtype=np.uint64)
+        .view(np.uint8)
+    )
 
 
 def wipe(pool: Bytes, what: Draw) -> None:

@@ -38,7 +38,9 @@ class Agents:
         if settings["transport"] == "tcp":
             self.region = Region.over(np.zeros(pool_bytes, np.uint8), block_bytes, name=role)
         else:
-            self.region = MemoryFileRegion.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
+            self.region = MemoryFileRegion.create(
+                pool_bytes // block_bytes, block_bytes, name=role, populate=True
+            )
         self.pool: Bytes = self.region.bytes
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -70,7 +72,9 @@ class Agents:
         tokens = self.LAYOUT.block_tokens
         parts = what.src[:, None] if self.each else [what.src]
         self.offers = [
-            self.agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S, public=True)
+            self.agent.offer(
+                f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S, public=True
+            )
             for i, blocks in enumerate(parts)
         ]
 
@@ -128,7 +132,11 @@ class Layers(Agents):
         tokens, layers = len(self.what.src) * self.LAYOUT.block_tokens, self.LAYOUT.layers
         began = last = time.perf_counter()
         offer = self.agent.offer(
-            str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None, public=True
+            str(self.turn),
+            self.what.src,
+            tokens,
+            ready_layers=0 if prefill_s else None,
+            public=True,
         )
         for layer in range(layers if prefill_s else 0):
             await asyncio.sleep(began + prefill_s * (layer + 1) / layers - time.perf_counter())

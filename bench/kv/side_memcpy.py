@@ -32,8 +32,14 @@ class Memcpy:
 
     def prepare(self, what: Draw, each: bool) -> None:
         if self.role == "sink":
-            to, out_of = self.pool.reshape(-1, what.block_bytes), self.source.reshape(-1, what.block_bytes)
-            self.pairs = [(to[d], out_of[s]) for s, d in zip(what.src.tolist(), what.dst.tolist(), strict=True)]
+            to, out_of = (
+                self.pool.reshape(-1, what.block_bytes),
+                self.source.reshape(-1, what.block_bytes),
+            )
+            self.pairs = [
+                (to[d], out_of[s])
+                for s, d in zip(what.src.tolist(), what.dst.tolist(), strict=True)
+            ]
 
     def begin(self) -> None: ...
 
@@ -60,4 +66,6 @@ def _huge(n_bytes: int) -> Bytes:
 def _file(n_bytes: int) -> Bytes:
     fd = os.memfd_create("memcpy")
     os.ftruncate(fd, n_bytes)
-    return np.frombuffer(mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
+    return np.frombuffer(
+        mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8
+    )

@@ -46,11 +46,19 @@ class Mooncake:
     def finish(self) -> None: ...
 
     def run(self) -> None:
-        batch = self.engine.batch_transfer_sync_write if self.op == "WRITE" else self.engine.batch_transfer_sync_read
+        batch = (
+            self.engine.batch_transfer_sync_write
+            if self.op == "WRITE"
+            else self.engine.batch_transfer_sync_read
+        )
         self._check(batch(self.peer, self.mine, self.theirs, self.sizes))
 
     def post(self, index: int) -> None:
-        one = self.engine.transfer_sync_write if self.op == "WRITE" else self.engine.transfer_sync_read
+        one = (
+            self.engine.transfer_sync_write
+            if self.op == "WRITE"
+            else self.engine.transfer_sync_read
+        )
         self._check(one(self.peer, self.mine[index], self.theirs[index], self.sizes[index]))
 
     @staticmethod

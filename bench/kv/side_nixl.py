@@ -24,7 +24,9 @@ class Nixl:
         self.op = settings["op"]
         self.initiates = role == ("source" if self.op == "WRITE" else "sink")
         self.progress = settings["progress"]
-        self.agent = nixl_agent(role, nixl_agent_config(enable_prog_thread=self.progress, backends=["UCX"]))
+        self.agent = nixl_agent(
+            role, nixl_agent_config(enable_prog_thread=self.progress, backends=["UCX"])
+        )
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
         self.base = self.pool.ctypes.data
         self.registered = self.agent.register_memory([(self.base, pool_bytes, 0, "")], "DRAM")
@@ -36,7 +38,10 @@ class Nixl:
         self.expected = 0
 
     def address(self) -> dict[str, Any]:
-        return {"metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(), "base": self.base}
+        return {
+            "metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(),
+            "base": self.base,
+        }
 
     def connect(self, peer: dict[str, Any]) -> None:
         self.peer = self.agent.add_remote_agent(base64.b64decode(peer["metadata"]))
@@ -53,7 +58,9 @@ class Nixl:
         mine, theirs = (what.src, what.dst) if self.op == "WRITE" else (what.dst, what.src)
         self.lists = [
             self.agent.prep_xfer_dlist("", self._slots(self.base, what.block_bytes), "DRAM"),
-            self.agent.prep_xfer_dlist(self.peer, self._slots(self.peer_base, what.block_bytes), "DRAM"),
+            self.agent.prep_xfer_dlist(
+                self.peer, self._slots(self.peer_base, what.block_bytes), "DRAM"
+            ),
         ]
         parts = [slice(i, i + 1) for i in range(len(mine))] if each else [slice(None)]
         self.handles = [self._handle(mine[part], theirs[part]) for part in parts]

@@ -36,7 +36,11 @@ class Ours:
         self.transport = _transport(**settings)
         self.here = self.transport.start(self, [self.region])
         self.link: Link | None = None
-        self.joined, self.granted, self.free = threading.Event(), threading.Event(), threading.Event()
+        self.joined, self.granted, self.free = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.transfer = 0
         self.windows: list[tuple[WindowHead, Slice]] = []
         self.expected: dict[int, Slice] = {}
@@ -178,7 +182,9 @@ def _laned(link: Link) -> Laned:
     return link
 
 
-def _transport(transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1) -> Transport:
+def _transport(
+    transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1
+) -> Transport:
     manner = Manner(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp

@@ -136,7 +136,9 @@ class Scattered(Raw):
 
     def _send(self, blocks: list[memoryview]) -> None:
         assert self.wire is not None
-        _whole(os.writev, self.wire, [*blocks, memoryview(_digest(blocks))] if self.checked else blocks)
+        _whole(
+            os.writev, self.wire, [*blocks, memoryview(_digest(blocks))] if self.checked else blocks
+        )
 
 
 def _digest(blocks: list[memoryview]) -> bytes:

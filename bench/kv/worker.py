@@ -94,14 +94,21 @@ def serve(worker: Worker, answers: TextIO) -> None:
         command = json.loads(line)
         try:
             reply = {"ok": getattr(worker, command.pop("do"))(**command)}
-        except Exception as error:  # the coordinator says which contestant failed, and goes on without it
+        except (
+            Exception
+        ) as error:  # the coordinator says which contestant failed, and goes on without it
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
 
 
 def main() -> None:
     """Contestants' libraries print what they like: their stdout becomes stderr."""
-    module, role, settings, expected_path = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+    module, role, settings, expected_path = (
+        sys.argv[1],
+        sys.argv[2],
+        json.loads(sys.argv[3]),
+        sys.argv[4],
+    )
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     expected = np.memmap(expected_path, dtype=np.uint8, mode="r")

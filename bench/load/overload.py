@@ -41,7 +41,9 @@ def main() -> int:
     held = [_median(bounds) for bounds in zip(*(run.bounds() for run in runs), strict=True)]
     _verdict(held, len(runs))
     if options.json:
-        Path(options.json).write_bytes(msgspec.json.format(msgspec.json.encode({"capacity_per_s": rate, "runs": runs})))
+        Path(options.json).write_bytes(
+            msgspec.json.format(msgspec.json.encode({"capacity_per_s": rate, "runs": runs}))
+        )
     return 0 if all(bound.held for bound in held) else 1
 
 
@@ -51,8 +53,14 @@ def one_run(admission: str, policy: str, rate: float, seed: int) -> Figures:
     with house(admission, policy, draft.ends_s + READY_S + 60.0) as running:
         plan = Plan(running.gateway.url, running.still_url, time.monotonic() + READY_S, rate, seed)
         seen, streams, sent, used = load(plan, running)
-        shares = ", ".join(f"{name} {share.core_s:.0%} (waited {share.waited_s:.0%})" for name, share in used.items())
-        print(f"seed {seed}: of a core in the spike: {shares}; load average {os.getloadavg()[0]:.1f}", flush=True)
+        shares = ", ".join(
+            f"{name} {share.core_s:.0%} (waited {share.waited_s:.0%})"
+            for name, share in used.items()
+        )
+        print(
+            f"seed {seed}: of a core in the spike: {shares}; load average {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
         time.sleep(0.5)  # the access log's last lines
         return figures(plan, seen, streams, running.refusals(), sent)
 
@@ -72,12 +80,18 @@ def _tell(run: Figures) -> None:
     """What is behind the bounds."""
     for name in ("idle", "busy", "shed", "shed_inside", "unread", "waited"):
         times = getattr(run, name)
-        print(f"  {name:<12} {times.count:>5}  p50 {times.p50_ms:8.2f} ms  p99 {times.p99_ms:8.2f} ms")
+        print(
+            f"  {name:<12} {times.count:>5}  p50 {times.p50_ms:8.2f} ms  p99 {times.p99_ms:8.2f} ms"
+        )
     print(
         "  idle, busy, shed end when the answer is in the client's socket; unread: until the client's process reads it"
     )
-    print(f"  refused {run.refused}, told a time {run.told:.0%}, {run.tries:.1f} tries a client in the storm")
-    print(f"  spike: {run.offered} came, {run.accepted} let in; new ones good at once afterwards {run.fresh_after:.1%}")
+    print(
+        f"  refused {run.refused}, told a time {run.told:.0%}, {run.tries:.1f} tries a client in the storm"
+    )
+    print(
+        f"  spike: {run.offered} came, {run.accepted} let in; new ones good at once afterwards {run.fresh_after:.1%}"
+    )
 
 
 def _verdict(bounds: list[Bound], runs: int) -> None:
@@ -89,12 +103,18 @@ def _verdict(bounds: list[Bound], runs: int) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.overload", description="Twice capacity over HTTP.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.overload", description="Twice capacity over HTTP."
+    )
     parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
     parser.add_argument("--admission", default="priced", help="cap or another, to compare")
     parser.add_argument("--policy", default=POLICY)
-    parser.add_argument("--capacity", type=float, help="requests a second, instead of finding it first")
-    parser.add_argument("--ahead", action="store_true", help="run ahead of all else on this machine (root)")
+    parser.add_argument(
+        "--capacity", type=float, help="requests a second, instead of finding it first"
+    )
+    parser.add_argument(
+        "--ahead", action="store_true", help="run ahead of all else on this machine (root)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", help="write all figures to this file")
     return parser.parse_args()

@@ -35,7 +35,16 @@ class Asked:
     ended               done when the answer was whole, or the connection over
     """
 
-    __slots__ = ("answered_s", "ended", "id", "retry_after_s", "sent_s", "status", "timeline", "unread_s")
+    __slots__ = (
+        "answered_s",
+        "ended",
+        "id",
+        "retry_after_s",
+        "sent_s",
+        "status",
+        "timeline",
+        "unread_s",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.sent_s = 0.0
@@ -73,7 +82,9 @@ class Line:
         self._asked, self._head, self._body = asked, b"", None
         asked.sent_s = monotonic()
         try:
-            await self._loop.sock_sendall(self._sock, request)  # at once, or else when there is room again
+            await self._loop.sock_sendall(
+                self._sock, request
+            )  # at once, or else when there is room again
         except OSError:
             self.close()
         await asked.ended

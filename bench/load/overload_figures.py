@@ -85,11 +85,22 @@ class Figures(msgspec.Struct, frozen=True):
         yield Bound("open streams", self.streams_open, 600, least=True)
         yield Bound("429 above the idle loopback, p50", self.shed.p50_ms - idle_ms, 2.0, unit=" ms")
         yield Bound("429 above the idle loopback, p99", self.shed.p99_ms - idle_ms, 5.0, unit=" ms")
-        yield Bound("let in during the spike, both budgets kept", self.accepted_good, 0.95, least=True)
-        yield Bound("streams in the spike, budget per token kept", self.streams_good, 0.95, least=True)
-        yield Bound("goodput 10 s after the spike, over what is newly asked", self.good_after, 0.95, least=True)
+        yield Bound(
+            "let in during the spike, both budgets kept", self.accepted_good, 0.95, least=True
+        )
+        yield Bound(
+            "streams in the spike, budget per token kept", self.streams_good, 0.95, least=True
+        )
+        yield Bound(
+            "goodput 10 s after the spike, over what is newly asked",
+            self.good_after,
+            0.95,
+            least=True,
+        )
         yield Bound("good 10 s after the storm, of all", self.calm_after, 0.95, least=True)
-        yield Bound("let in at the first retry, of those that obey", self.first_retry, 0.90, least=True)
+        yield Bound(
+            "let in at the first retry, of those that obey", self.first_retry, 0.90, least=True
+        )
         yield Bound("engines' requests per client in the storm", self.amplification, 1.2)
 
 
@@ -100,14 +111,24 @@ class Refusal(msgspec.Struct, frozen=True):
     inside_s: float
 
 
-def figures(plan: Plan, seen: Knocks, streams: Sequence[Stream], refusals: Mapping[str, Refusal], sent: int) -> Figures:
+def figures(
+    plan: Plan, seen: Knocks, streams: Sequence[Stream], refusals: Mapping[str, Refusal], sent: int
+) -> Figures:
     """`refusals` by request id; `sent`: requests that reached the engines from the storm's begin on."""
     spike, storm = plan.window("spike"), plan.window("storm")
-    refused = [one for one in _tries(seen.knocks) if one.status == 429 and one.answered_s is not None]
-    in_overload = [one for one in refused if _within(one.sent_s, spike) or _within(one.sent_s, storm)]
+    refused = [
+        one for one in _tries(seen.knocks) if one.status == 429 and one.answered_s is not None
+    ]
+    in_overload = [
+        one for one in refused if _within(one.sent_s, spike) or _within(one.sent_s, storm)
+    ]
     at_door = [one for one in in_overload if _reason(one, refusals) not in WAITED]
     waited = [one for one in in_overload if _reason(one, refusals) in WAITED]
-    accepted = [one for one in seen.knocks if one.tries[-1].status == 200 and _within(one.tries[-1].due_s, spike)]
+    accepted = [
+        one
+        for one in seen.knocks
+        if one.tries[-1].status == 200 and _within(one.tries[-1].due_s, spike)
+    ]
     after = spike[1] + RECOVERED_S, spike[1] + WATCHED_S
     over_s = storm[1] + LAST_RETRY_S  # until then those who do not obey come again
     calm = over_s + RECOVERED_S, over_s + WATCHED_S

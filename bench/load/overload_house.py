@@ -50,7 +50,12 @@ class House:
     """What runs. `pids`: processes by name."""
 
     def __init__(
-        self, gateway: Gateway, engines: list[str], still_url: str, log: Path, pids: Mapping[str, int]
+        self,
+        gateway: Gateway,
+        engines: list[str],
+        still_url: str,
+        log: Path,
+        pids: Mapping[str, int],
     ) -> None:
         self.gateway = gateway
         self.still_url = still_url
@@ -64,14 +69,22 @@ class House:
         for url in self._engines:
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
                 page = answer.read().decode()
-            names = ("vllm:request_success_total", "vllm:num_requests_running", "vllm:num_requests_waiting")
+            names = (
+                "vllm:request_success_total",
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+            )
             found += sum(total(page, name) for name in names)
         return int(found)
 
     def refusals(self) -> dict[str, Refusal]:
         """Everybody refused, by id, as the access log tells."""
         lines = (json.loads(line) for line in self._log.read_text().splitlines())
-        return {one["id"]: Refusal(one["reason"], one["done_us"] / 1e6) for one in lines if one["status"] == 429}
+        return {
+            one["id"]: Refusal(one["reason"], one["done_us"] / 1e6)
+            for one in lines
+            if one["status"] == 429
+        }
 
 
 @contextmanager
@@ -109,24 +122,43 @@ def load(plan: Plan, house: House) -> tuple[Knocks, list[Stream], int, dict[str,
         _until(plan.begin_s + spike[0])
         before = {name: _spent(pid) for name, pid in pids.items()}
         _until(plan.begin_s + spike[1])
-        used = {name: _share(before[name], _spent(pid), spike[1] - spike[0]) for name, pid in pids.items()}
+        used = {
+            name: _share(before[name], _spent(pid), spike[1] - spike[0])
+            for name, pid in pids.items()
+        }
         _until(plan.begin_s + storm[0])
         reached = house.reached()
         ends_s = plan.ends_s + LAST_WORDS_S + 10.0
         told = [each.communicate(timeout=ends_s - time.monotonic())[0] for each in (held, seen)]
         sent = house.reached() - reached
-    return msgspec.json.decode(told[1], type=Knocks), msgspec.json.decode(told[0], type=list[Stream]), sent, used
+    return (
+        msgspec.json.decode(told[1], type=Knocks),
+        msgspec.json.decode(told[0], type=list[Stream]),
+        sent,
+        used,
+    )
 
 
 def _groups() -> list[str]:
     return [
-        *("--groups", str(GROUP.count), "--model", GROUP.model, "--gpu", GROUP.gpu, "--tp", str(GROUP.tp)),
+        *(
+            "--groups",
+            str(GROUP.count),
+            "--model",
+            GROUP.model,
+            "--gpu",
+            GROUP.gpu,
+            "--tp",
+            str(GROUP.tp),
+        ),
         *("--speed", str(SPEED)),
     ]
 
 
 def _configuration(admission: str, policy: str, engines: list[str], log: Path) -> str:
-    listed = ", ".join(f"{{url: '{url}', max_concurrency: {GROUP.max_concurrency}}}" for url in engines)
+    listed = ", ".join(
+        f"{{url: '{url}', max_concurrency: {GROUP.max_concurrency}}}" for url in engines
+    )
     standard = f"{{ttft: {SLO.ttft_s:g}s, tpot: {SLO.tpot_s * 1e3:g}ms}}"
     return (
         "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"
@@ -182,10 +214,16 @@ def _until(moment_s: float) -> None:
 
 def _spent(pid: int) -> Spent:
     """So far, by the scheduler's own account of all its threads."""
-    tasks = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return Spent(sum(int(task[0]) for task in tasks) / 1e9, sum(int(task[1]) for task in tasks) / 1e9)
+    tasks = [
+        (task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return Spent(
+        sum(int(task[0]) for task in tasks) / 1e9, sum(int(task[1]) for task in tasks) / 1e9
+    )
 
 
 def _share(before: Spent, after: Spent, seconds: float) -> Spent:
     """Of so many seconds."""
-    return Spent((after.core_s - before.core_s) / seconds, (after.waited_s - before.waited_s) / seconds)
+    return Spent(
+        (after.core_s - before.core_s) / seconds, (after.waited_s - before.waited_s) / seconds
+    )

@@ -32,7 +32,9 @@ from bench.load.overload_plan import (
 OBEDIENT_RETRIES = 2  # what OpenAI's SDKs do unless told otherwise
 DEAF_RETRIES = 5
 SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0  # theirs, where nothing was said or nobody listens
-LAST_RETRY_S = sum(min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) for number in range(DEAF_RETRIES))
+LAST_RETRY_S = sum(
+    min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) for number in range(DEAF_RETRIES)
+)
 STILL_KNOCKS, STILL_EVERY_S = 400, 0.01
 BUSY_STILL_EVERY_S = 0.1
 LAST_WORDS_S = 10.0
@@ -99,7 +101,10 @@ async def streams(plan: Plan) -> list[Stream]:
 
 def _stream(plan: Plan, asked: Asked) -> Stream:
     """Its tokens by phase."""
-    timeline, bounds = asked.timeline, list(accumulate((phase.seconds for phase in plan.phases), initial=0.0))
+    timeline, bounds = (
+        asked.timeline,
+        list(accumulate((phase.seconds for phase in plan.phases), initial=0.0)),
+    )
     first_s = plan.ends_s if timeline.first_s is None else timeline.first_s
     moments = list(accumulate(timeline.gaps_s, initial=first_s - plan.begin_s))
     cuts = [bisect_left(moments, bound) for bound in bounds]
@@ -175,14 +180,18 @@ class Door:
                 return
             wait_s = asked.retry_after_s if obeys else None
             if wait_s is None:
-                wait_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) * (1 - 0.25 * self._rng.random())
+                wait_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) * (
+                    1 - 0.25 * self._rng.random()
+                )
             due_s = monotonic() + wait_s
 
     def _note(self, knock: Knock, due_s: float, asked: Asked) -> None:
         zero_s, timeline = self._plan.begin_s, asked.timeline
         answered_s = None if asked.answered_s is None else asked.answered_s - zero_s
         due_s, sent_s = due_s - zero_s, asked.sent_s - zero_s
-        tried = Try(due_s, sent_s, answered_s, asked.status, asked.id, asked.retry_after_s, asked.unread_s)
+        tried = Try(
+            due_s, sent_s, answered_s, asked.status, asked.id, asked.retry_after_s, asked.unread_s
+        )
         knock.tries.append(tried)
         if asked.status == 200 and timeline.first_s is not None and timeline.last_s is not None:
             knock.first_s, knock.last_s = timeline.first_s - zero_s, timeline.last_s - zero_s
@@ -211,7 +220,9 @@ async def _until(moment_s: float) -> None:
 def main() -> int:
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
     gc.freeze()
-    gc.set_threshold(50_000, 50, 100)  # a pause of the measuring side would pass for one of the gateway
+    gc.set_threshold(
+        50_000, 50, 100
+    )  # a pause of the measuring side would pass for one of the gateway
     part = {"streams": streams, "knocks": knocks}[sys.argv[1]]
     sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(part(plan))))
     return 0

@@ -114,14 +114,21 @@ def _attainment(rate: float) -> float:
 
 def _replayed(rate: float, seed: int) -> Iterator[bool]:
     """Whether requests kept their budgets, once the fleet has settled."""
-    phases = (Phase("settling", SETTLED_S, 1.0), Phase("judged", JUDGED_S, 1.0), Phase("last words", 15.0, 1.0))
+    phases = (
+        Phase("settling", SETTLED_S, 1.0),
+        Phase("judged", JUDGED_S, 1.0),
+        Phase("last words", 15.0, 1.0),
+    )
     names = count(PRIVATE)
     open_ = [
-        trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + at * OPENED_WITHIN_S / STREAMS, names)
+        trace_request(
+            STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + at * OPENED_WITHIN_S / STREAMS, names
+        )
         for at in range(STREAMS)
     ]
     asked = [
-        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names) for one in arrivals(phases, rate, seed)
+        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names)
+        for one in arrivals(phases, rate, seed)
     ]
     ends_s = SETTLED_S + JUDGED_S
     options = Options(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
@@ -132,7 +139,9 @@ def _replayed(rate: float, seed: int) -> Iterator[bool]:
             yield record.good
 
 
-def trace_request(prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]) -> TraceRequest:
+def trace_request(
+    prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]
+) -> TraceRequest:
     """One whose prompt is like no other."""
     blocks = tuple(next(names) for _ in range(-(-prompt_tokens // BLOCK_TOKENS)))
     return TraceRequest(arrival_s, prompt_tokens, output_tokens, blocks)

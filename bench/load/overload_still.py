@@ -12,8 +12,14 @@ from typing import cast
 import uvloop
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
-_BODY = b'{"error":{"message":"' + b"." * 250 + b'","type":"overloaded_error","param":null,"code":"slo_shed"}}'
-_HEAD = "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nx-request-id: req_0\r\n"
+_BODY = (
+    b'{"error":{"message":"'
+    + b"." * 250
+    + b'","type":"overloaded_error","param":null,"code":"slo_shed"}}'
+)
+_HEAD = (
+    "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nx-request-id: req_0\r\n"
+)
 ANSWER = f"{_HEAD}content-length: {len(_BODY)}\r\n\r\n".encode() + _BODY
 
 

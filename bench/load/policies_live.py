@@ -38,11 +38,19 @@ def main() -> int:
     for number in range(options.runs):
         for policy in options.policy:
             with fleet(policy, options.speed) as url:
-                plan = Plan(url=url, trace=TRACE, speed=options.speed, limit=options.requests, ignore_eos=True)
+                plan = Plan(
+                    url=url,
+                    trace=TRACE,
+                    speed=options.speed,
+                    limit=options.requests,
+                    ignore_eos=True,
+                )
                 report = asyncio.run(run(plan))
             hits[policy].append(report.cached_ratio or 0.0)
             ttfts[policy].append(_mean_ttft_s(report) * options.speed)
-            print(f"run {number + 1} {policy:<13} {_line(report, ideal, options.speed)}", flush=True)
+            print(
+                f"run {number + 1} {policy:<13} {_line(report, ideal, options.speed)}", flush=True
+            )
     best = hits.get("prefix_aware", [])
     return 0 if not best or _holds(best, ttfts, ideal) else 1
 
@@ -51,7 +59,9 @@ def _holds(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bo
     """Prints the verdict on the two lines."""
     means = {name: fmean(values) for name, values in ttfts.items()}
     reached, least = median(hits) / ideal, min(means, key=lambda name: means[name])
-    print(f"prefix_aware reaches {reached:.2f} of the shared LRU; least mean TTFT: {least} ({means[least]:.2f} s)")
+    print(
+        f"prefix_aware reaches {reached:.2f} of the shared LRU; least mean TTFT: {least} ({means[least]:.2f} s)"
+    )
     return reached >= 0.9 and least == "prefix_aware"
 
 
@@ -103,7 +113,9 @@ def _running(arguments: list[str], port: int) -> Iterator[None]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.policies_live", description="A trace through every policy.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.policies_live", description="A trace through every policy."
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--speed", type=float, default=8.0, help="of trace and engines")
     parser.add_argument("--requests", type=int, default=1500)

@@ -106,7 +106,13 @@ async def by_workers(home: Gateway, restarts: int, streams: int, shorts: int) ->
     return load.counts
 
 
-def _show(number: int, what: str, before: dict[str, object], after: dict[str, object], counts: Counter[str]) -> None:
+def _show(
+    number: int,
+    what: str,
+    before: dict[str, object],
+    after: dict[str, object],
+    counts: Counter[str],
+) -> None:
     out = [
         sorted(name for name, state in told["states"].items() if state in ("ejected", "dead"))  # type: ignore[attr-defined]
         for told in (before, after)
@@ -123,10 +129,15 @@ def one_way(way: str, asked: argparse.Namespace) -> bool:
     if way == "socket" and shutil.which(ACTIVATE) is None:
         print(f"{way}: {ACTIVATE} is not there; install the Debian package systemd", flush=True)
         return False
-    print(f"{way}: {asked.restarts} restarts, {asked.streams} streams on kept connections", flush=True)
+    print(
+        f"{way}: {asked.restarts} restarts, {asked.streams} streams on kept connections", flush=True
+    )
     open_gateway: Callable[[Path, str, str], object] = activated if way == "socket" else gateway
     work = by_workers if way == "workers" else by_successors
-    with tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder, mock_fleet("--speed", "4") as urls:
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder,
+        mock_fleet("--speed", "4") as urls,
+    ):
         config = CONFIG.format(*urls, dead=free_port(), workers=2 if way == "workers" else 1)
         with open_gateway(Path(folder), config, "") as home, ended(home):  # type: ignore[attr-defined]
             counts = asyncio.run(work(home, asked.restarts, asked.streams, asked.shorts))
@@ -135,7 +146,9 @@ def one_way(way: str, asked: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--shorts", type=int, default=4)

@@ -29,9 +29,26 @@ def main() -> int:
     """Starts what is needed, runs locust, ends what was started."""
     options = _options()
     with ExitStack() as stack:
-        host = options.host or stack.enter_context(fleet(options.groups, options.speed, options.policy))
-        locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
-        locust += ["--users", str(options.users), "--spawn-rate", str(options.users), "--run-time", options.time]
+        host = options.host or stack.enter_context(
+            fleet(options.groups, options.speed, options.policy)
+        )
+        locust = [
+            sys.executable,
+            "-m",
+            "locust",
+            "-f",
+            str(LOCUSTFILE),
+            "--headless",
+            "--only-summary",
+        ]
+        locust += [
+            "--users",
+            str(options.users),
+            "--spawn-rate",
+            str(options.users),
+            "--run-time",
+            options.time,
+        ]
         locust += ["--host", host, "--stop-timeout", "30s"]
         return subprocess.run(locust, cwd=ROOT, check=False).returncode
 
@@ -41,7 +58,17 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
     """Mock TP groups and a gateway in front of them; the URL of the gateway."""
     first, (port, admin_port) = _free_run(groups), _free_ports(2)
     mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(speed)]
-    serve = ["-m", "gateway", "serve", "--policy", policy, "--port", str(port), "--admin-port", str(admin_port)]
+    serve = [
+        "-m",
+        "gateway",
+        "serve",
+        "--policy",
+        policy,
+        "--port",
+        str(port),
+        "--admin-port",
+        str(admin_port),
+    ]
     for engine in range(first, first + groups):
         serve += ["--engine", f"http://127.0.0.1:{engine}"]
     with _running(mock, f"http://127.0.0.1:{first}"), _running(serve, f"http://127.0.0.1:{port}"):
@@ -68,7 +95,9 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"{' '.join(map(str, process.args))} ended with status {process.returncode}")
+            raise SystemExit(
+                f"{' '.join(map(str, process.args))} ended with status {process.returncode}"
+            )
         try:
             with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as answer:
                 if json.load(answer)["data"]:
@@ -102,7 +131,9 @@ def _free_run(count: int) -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.run", description="Locust against a gateway and mock TP groups.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.run", description="Locust against a gateway and mock TP groups."
+    )
     parser.add_argument("--host", help="load this gateway instead of starting one")
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--time", default="20s", help="how long new requests are made")

@@ -29,10 +29,14 @@ MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.load.shared_view", description="Two gateways with one view.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.shared_view", description="Two gateways with one view."
+    )
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--speed", type=float, default=3.0, help="of the engines and the clients")
-    parser.add_argument("--outage", type=float, default=0.0, help="seconds without Redis; 0 leaves that out")
+    parser.add_argument(
+        "--outage", type=float, default=0.0, help="seconds without Redis; 0 leaves that out"
+    )
     asked = parser.parse_args()
     processes.AT_MOST_S = 4 * (asked.outage + asked.requests / asked.speed)
     one = _hits("one gateway", 1, False, asked.requests, asked.speed)
@@ -47,17 +51,28 @@ def main() -> int:
 
 def _house(stack: ExitStack, count: int, redis_url: str | None, speed: float) -> list[Gateway]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    engines = [url for _ in range(2) for url in stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed)))]
-    return [stack.enter_context(sharing(folder, f"g{at}", engines, redis_url)) for at in range(count)]
+    engines = [
+        url
+        for _ in range(2)
+        for url in stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed)))
+    ]
+    return [
+        stack.enter_context(sharing(folder, f"g{at}", engines, redis_url)) for at in range(count)
+    ]
 
 
 def _hits(name: str, count: int, shared: bool, requests: int, speed: float) -> float:
     with ExitStack() as stack:
-        gateways = _house(stack, count, stack.enter_context(redis_server()).url if shared else None, speed)
+        gateways = _house(
+            stack, count, stack.enter_context(redis_server()).url if shared else None, speed
+        )
         report = asyncio.run(converse([each.url for each in gateways], requests, speed))
         blind = sum(metric(each, "penstock_blind_picks_total") for each in gateways)
     found = report.cached_ratio or 0.0
-    print(f"{name:18} hit ratio {found:.4f}, errors {report.errors}, blind picks {blind:.0f}", flush=True)
+    print(
+        f"{name:18} hit ratio {found:.4f}, errors {report.errors}, blind picks {blind:.0f}",
+        flush=True,
+    )
     return found
 
 
@@ -76,9 +91,16 @@ def _outage(seconds: float, speed: float) -> bool:
             asked += len(report.records)
         grown = [each.resident_bytes - was for each, was in zip(gateways, before, strict=True)]
         redis.start()
-        back_s = until(lambda: all(metric(each, "penstock_shared_staleness_seconds") == 0.0 for each in gateways), 30.0)
+        back_s = until(
+            lambda: all(
+                metric(each, "penstock_shared_staleness_seconds") == 0.0 for each in gateways
+            ),
+            30.0,
+        )
     shown = ", ".join(f"{bytes_ / 2**20:.1f} MiB" for bytes_ in grown)
-    print(f"{seconds:.0f} s without Redis: {asked} requests, {errors} errors, grown by {shown}; back in {back_s:.1f} s")
+    print(
+        f"{seconds:.0f} s without Redis: {asked} requests, {errors} errors, grown by {shown}; back in {back_s:.1f} s"
+    )
     return not errors and back_s <= 5.0 and max(grown) < 128 << 20
 
 

@@ -68,7 +68,10 @@ def main() -> int:
             found = one_run(policy, options, GROUPS, CASES[name])
             holds = _holds(CASES[name], found, three)
             failed += not holds
-            print(f"{'' if holds else 'FAILS '}{policy:<19} {name:<10} {_line(found, three)}", flush=True)
+            print(
+                f"{'' if holds else 'FAILS '}{policy:<19} {name:<10} {_line(found, three)}",
+                flush=True,
+            )
     print(f"{failed} of the cells fail" if failed else "all cells hold")
     return int(failed > 0)
 
@@ -95,37 +98,71 @@ def one_run(policy: str, options: argparse.Namespace, groups: int, case: Case) -
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first, (port, admin_port) = _free_run(groups), _free_ports(2)
-        mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(options.speed), *MODEL]
+        mock = [
+            "-m",
+            "mockgpu",
+            "--port",
+            str(first),
+            "--groups",
+            str(groups),
+            "--speed",
+            str(options.speed),
+            *MODEL,
+        ]
         stack.enter_context(_running(mock, first, folder))
         urls = [f"http://127.0.0.1:{first + slot}" for slot in range(groups)]
         file, log = folder / "gateway.yaml", folder / "access.jsonl"
-        labels = [", labels: {gpu: small}" if case.declared and slot < case.slow else "" for slot in range(groups)]
-        engines = ", ".join(f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True))
+        labels = [
+            ", labels: {gpu: small}" if case.declared and slot < case.slow else ""
+            for slot in range(groups)
+        ]
+        engines = ", ".join(
+            f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True)
+        )
         file.write_text(
             f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
             f"observability: {{access_log: '{log}'}}\npools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
         )
         for url in urls[: case.slow] if options.at == 0 else []:
             _fault(url, case, 0.0)
-        stack.enter_context(_running(["-m", "gateway", "serve", "--config", str(file)], port, folder))
+        stack.enter_context(
+            _running(["-m", "gateway", "serve", "--config", str(file)], port, folder)
+        )
         for url in urls[: case.slow] if options.at > 0 else []:
             _fault(url, case, options.at)
         began = time.time()
-        plan = Plan(url=f"http://127.0.0.1:{port}", rate=options.rate, duration_s=options.seconds, seed=options.seed)
+        plan = Plan(
+            url=f"http://127.0.0.1:{port}",
+            rate=options.rate,
+            duration_s=options.seconds,
+            seed=options.seed,
+        )
         report = asyncio.run(run(plan))
-        metrics = urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5).read().decode()
+        metrics = (
+            urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5)
+            .read()
+            .decode()
+        )
         time.sleep(1.0)
         slow = urls[0] if case.slow == 1 else ""
         return _figures(log, began + options.at, slow, report.errors, metrics, folder)
 
 
-def _figures(log: Path, slow_at: float, slow: str, errors: object, metrics: str, folder: Path) -> dict[str, Any]:
+def _figures(
+    log: Path, slow_at: float, slow: str, errors: object, metrics: str, folder: Path
+) -> dict[str, Any]:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     late = [line for line in lines if line["time"] >= slow_at + KEPT_S]
-    ttfts = sorted((line["first_token_us"] - line["received_us"]) / 1e6 for line in lines if "first_token_us" in line)
+    ttfts = sorted(
+        (line["first_token_us"] - line["received_us"]) / 1e6
+        for line in lines
+        if "first_token_us" in line
+    )
     cuts = quantiles(ttfts, n=100)
     hedges = sum(
-        float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith("penstock_hedges_total{")
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if line.startswith("penstock_hedges_total{")
     )
     name = slow.removeprefix("http://")
     return {
@@ -149,14 +186,18 @@ def _fault(url: str, case: Case, after_s: float) -> None:
     only = f":{case.only}" if case.only else ""
     window = f"@{after_s:g}-" if after_s else ""
     body = json.dumps({"spec": f"slow:x={case.factor:g}{only}{window}"}).encode()
-    request = urllib.request.Request(f"{url}/mock/fault", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/mock/fault", body, {"Content-Type": "application/json"}
+    )
     urllib.request.urlopen(request, timeout=5).read()
 
 
 @contextmanager
 def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
     with (folder / "said").open("a") as said:
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said
+        )
         try:
             _await_models(process, f"http://127.0.0.1:{port}")
             yield
@@ -166,10 +207,14 @@ def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.slow_engine", description="One slow group of four.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.slow_engine", description="One slow group of four."
+    )
     parser.add_argument("--policy", action="append", help="default: all")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--at", type=float, default=0.0, help="seconds after the first request; 0: before it")
+    parser.add_argument(
+        "--at", type=float, default=0.0, help="seconds after the first request; 0: before it"
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
     parser.add_argument("--speed", type=float, default=1.0, help="of the mocks")

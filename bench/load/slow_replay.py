@@ -20,7 +20,9 @@ FAULTS = ((10.0, ""), (3.0, ""), (3.0, "prefill"), (3.0, "decode"))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.load.slow_replay", description="One slow group of four.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.slow_replay", description="One slow group of four."
+    )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, action="append", help="default: 11 and 12")
     options = parser.parse_args()
@@ -28,13 +30,17 @@ def main() -> int:
     for seed in options.seed or (11, 12):
         for policy in registry.names():
             three_s = p99_s(ran(policy, 3, seed, options.seconds)[0])
-            failed += sum(not _cell(policy, seed, options.seconds, three_s, *fault) for fault in FAULTS)
+            failed += sum(
+                not _cell(policy, seed, options.seconds, three_s, *fault) for fault in FAULTS
+            )
     print(f"{failed} of the cells fail" if failed else "all cells hold")
     return int(failed > 0)
 
 
 def _cell(policy: str, seed: int, seconds: float, three_s: float, factor: float, only: str) -> bool:
-    run, fleet = ran(policy, 4, seed, seconds, Fault(0.0, 0, Trouble.SLOW, factor=factor, only=only))
+    run, fleet = ran(
+        policy, 4, seed, seconds, Fault(0.0, 0, Trouble.SLOW, factor=factor, only=only)
+    )
     slow = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group == 0]
     healthy = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group]
     given, p99 = share(run, KEPT_S), p99_s(run)

@@ -54,15 +54,23 @@ class Found(msgspec.Struct, frozen=True):
         """What does not hold, in words."""
         found = [f"unexpected: {each}" for each in self.unexpected]
         found += [f"still held: {name} {count:g}" for name, count in self.held.items() if count]
-        found += [f"{name} went from {old:g} to {new:g}" for name, (old, new) in self.kept.items() if new > old]
+        found += [
+            f"{name} went from {old:g} to {new:g}"
+            for name, (old, new) in self.kept.items()
+            if new > old
+        ]
         if self.growth.per_s > MOST_GROWTH:
-            found.append(f"resident memory grows by {self.growth.per_s / MB_PER_HOUR:.2f} MB an hour")
+            found.append(
+                f"resident memory grows by {self.growth.per_s / MB_PER_HOUR:.2f} MB an hour"
+            )
         return found
 
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it leaves no processes behind
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # whoever ends it leaves no processes behind
     found = asyncio.run(_soak(options))
     print("\n".join(_lines(found)))
     if options.json:
@@ -132,19 +140,27 @@ def _lines(found: Found) -> Iterator[str]:
         yield f"{name:52} {count:8g} held"
     for name, (old, new) in found.kept.items():
         yield f"{name:52} {old:8g} before {new:8g} after"
-    growth = [rate / MB_PER_HOUR for rate in (found.growth.per_s, found.growth.low, found.growth.high)]
+    growth = [
+        rate / MB_PER_HOUR for rate in (found.growth.per_s, found.growth.low, found.growth.high)
+    ]
     first, last = found.rss[0][1] / 1e6, found.rss[-1][1] / 1e6
     yield f"resident memory {first:.1f} to {last:.1f} MB, the warm-up included"
-    yield "behind the warm-up {:+.2f} MB an hour, {:+.2f} to {:+.2f} in 95 of 100 redrawings".format(*growth)
+    yield "behind the warm-up {:+.2f} MB an hour, {:+.2f} to {:+.2f} in 95 of 100 redrawings".format(
+        *growth
+    )
     yield from found.misses[:MOST_SHOWN] or ["all of it holds"]
     if len(found.misses) > MOST_SHOWN:
         yield f"and {len(found.misses) - MOST_SHOWN} more"
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.soak", description="Load and churn, and what is left of them.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.soak", description="Load and churn, and what is left of them."
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="behind the warm-up")
-    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes until what is bounded is full")
+    parser.add_argument(
+        "--warm-up", type=float, default=10.0, help="minutes until what is bounded is full"
+    )
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--speed", type=float, default=2.0, help="of the mock groups")
     parser.add_argument("--seed", type=int, default=1)

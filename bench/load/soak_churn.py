@@ -42,7 +42,13 @@ class Churn:
     async def work(self, stop: asyncio.Event) -> None:
         """Until told to stop, and then to the mending of what is broken."""
         ways: list[Callable[[], Awaitable[None]]] = [
-            *(self._killed_whole, self._killed_prefill, self._killed_decode, self._frozen, self._frozen_split),
+            *(
+                self._killed_whole,
+                self._killed_prefill,
+                self._killed_decode,
+                self._frozen,
+                self._frozen_split,
+            ),
             *(self._drained, self._came_and_went, self._changed, self._refused),
         ]
         while not stop.is_set():
@@ -119,11 +125,15 @@ class Churn:
 
     async def _changed(self) -> None:
         """Another policy, by a reload."""
-        self._house.policy = "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
+        self._house.policy = (
+            "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
+        )
         await self._house.reload()
 
     async def _refused(self) -> None:
         """A file with a mistake, which changes nothing, and the right one again."""
         await self._house.reload(bad=True)
-        self._house.policy = "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
+        self._house.policy = (
+            "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
+        )
         await self._house.reload()

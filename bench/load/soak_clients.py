@@ -62,7 +62,9 @@ class Clients:
     """So many users, each with one request at a time. `fates` counts by kind and fate: ok, left, refused as it should,
     lost with its group. `unexpected` are all others, in words; `excuses` says whether a group was broken in a span."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, excuses: Callable[[str, float, float], bool]) -> None:
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, excuses: Callable[[str, float, float], bool]
+    ) -> None:
         self.fates: Counter[tuple[str, str]] = Counter()
         self.unexpected: list[str] = []
         self._url = f"{url}/v1/chat/completions"
@@ -84,12 +86,24 @@ class Clients:
 
     def _body(self, kind: Kind, rng: Random) -> dict[str, Any]:
         self._number += 1
-        told = f"question {self._number} " + "and more " * rng.randint(kind.words[0] // 2, kind.words[1] // 2)
-        body = {"model": kind.model, "stream": kind.stream, "ignore_eos": True, "max_tokens": rng.randint(*kind.tokens)}
+        told = f"question {self._number} " + "and more " * rng.randint(
+            kind.words[0] // 2, kind.words[1] // 2
+        )
+        body = {
+            "model": kind.model,
+            "stream": kind.stream,
+            "ignore_eos": True,
+            "max_tokens": rng.randint(*kind.tokens),
+        }
         return body | {"messages": [{"role": "user", "content": told}]} | dict(kind.changed)
 
     async def _ask(self, name: str, kind: Kind, rng: Random) -> str:
-        body, began, timeline, heads = self._body(kind, rng), time.monotonic(), Timeline(), dict[str, str]()
+        body, began, timeline, heads = (
+            self._body(kind, rng),
+            time.monotonic(),
+            Timeline(),
+            dict[str, str](),
+        )
         headers = {
             "x-session-id": f"s{rng.randrange(SESSIONS)}",
             "x-slo-class": rng.choice(("standard", "batch")),
@@ -104,13 +118,20 @@ class Clients:
         if problem in ("ok", "left", "refused"):
             return problem
         began_to_answer = timeline.first_s is not None
-        if began_to_answer and any(self._excuses(heads.get(by, ""), began, time.monotonic()) for by in SERVED_BY):
+        if began_to_answer and any(
+            self._excuses(heads.get(by, ""), began, time.monotonic()) for by in SERVED_BY
+        ):
             return "lost with its group"
         self.unexpected.append(f"{name}: {problem} {heads} after {time.monotonic() - began:.2f} s")
         return "unexpected"
 
     async def _read(
-        self, body: dict[str, Any], headers: dict[str, str], kind: Kind, timeline: Timeline, heads: dict[str, str]
+        self,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        kind: Kind,
+        timeline: Timeline,
+        heads: dict[str, str],
     ) -> str:
         """Ask and read: ok, left or refused, or what is wrong with the answer."""
         async with self._http.post(self._url, json=body, headers=headers) as answer:

@@ -30,7 +30,12 @@ SPLIT_OPTIONS = (*WHOLE_OPTIONS, "--dialect", "vllm_nixl", "--kv-lease", str(LEA
 ROLES = (("both", 3, WHOLE_OPTIONS), ("prefill", 2, SPLIT_OPTIONS), ("decode", 2, SPLIT_OPTIONS))
 
 HELD = (
-    *("penstock_open_streams", "penstock_connections", "penstock_body_bytes", "penstock_split_live"),
+    *(
+        "penstock_open_streams",
+        "penstock_connections",
+        "penstock_body_bytes",
+        "penstock_split_live",
+    ),
     *("penstock_inflight", "penstock_waiting", "penstock_queued_tokens"),
     *("penstock_endpoint_prefill_backlog_tokens", "penstock_endpoint_context_tokens"),
 )
@@ -62,7 +67,9 @@ class Group:
 class House:
     """`groups` are those of the file. Owner of the file."""
 
-    def __init__(self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession
+    ) -> None:
         self.groups = groups
         self.gateway = running
         self.policy = "prefix_aware"
@@ -72,7 +79,9 @@ class House:
     async def reload(self, *, bad: bool = False) -> None:
         """Put a new file in the old one's place, and wait until it is in force; a `bad` one, until it is refused."""
         before = (await self.config())["version"]
-        text = configuration(self.groups, self.policy) + ("timeouts: {stall: 2secs}\n" if bad else "")
+        text = configuration(self.groups, self.policy) + (
+            "timeouts: {stall: 2secs}\n" if bad else ""
+        )
         draft = self._file.with_suffix(".new")
         draft.write_text(processes.whole(text))
         draft.rename(self._file)
@@ -100,7 +109,9 @@ class House:
         await eventually(asked, PATIENCE_S)
 
     async def drain(self, group: Group, what: str) -> None:
-        async with self.http.post(f"{self.gateway.admin_url}/endpoints/{group.name}/{what}") as answer:
+        async with self.http.post(
+            f"{self.gateway.admin_url}/endpoints/{group.name}/{what}"
+        ) as answer:
             assert answer.status == 200, await answer.text()
 
     async def kept(self) -> dict[str, float]:
@@ -117,8 +128,16 @@ class House:
         found = {name: total(page, name) for name in HELD}
         for group in self.groups:
             told = await self._json(f"{group.mock.url}/mock/state")
-            parts = [told["jobs"], told["blocks_in_use"], told["blocks_kept"], told.get("transfers", 0)]
-            parts += [*(told.get("leases") or {}).values(), *(told.get("reservations") or {}).values()]
+            parts = [
+                told["jobs"],
+                told["blocks_in_use"],
+                told["blocks_kept"],
+                told.get("transfers", 0),
+            ]
+            parts += [
+                *(told.get("leases") or {}).values(),
+                *(told.get("reservations") or {}).values(),
+            ]
             found[f"{group.name}: jobs, KV blocks, leases, transfers"] = float(sum(parts))
             found[f"{group.name}: answers from wrong KV"] = float(told["tainted_answers"])
         return found
@@ -147,7 +166,9 @@ def configuration(groups: list[Group], policy: str) -> str:
         "pools:\n"
     )
     for name, said in pools.items():
-        text += f"  {name}:\n{said}    endpoints:\n" + "".join(each.line for each in groups if each.pool == name)
+        text += f"  {name}:\n{said}    endpoints:\n" + "".join(
+            each.line for each in groups if each.pool == name
+        )
     return text
 
 
@@ -171,6 +192,10 @@ async def house(speed: float, longest_s: float) -> AsyncIterator[House]:
         for group in groups:
             group.mock.ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        running = stack.enter_context(gateway(folder, configuration(groups, "prefix_aware"), patience=""))
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        running = stack.enter_context(
+            gateway(folder, configuration(groups, "prefix_aware"), patience="")
+        )
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as http:
             yield House(groups, running, folder / processes.FILE, http)

@@ -73,7 +73,9 @@ class Figures(msgspec.Struct, frozen=True):
 
 def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
     """How well a higher score tells `sent` from `unsent`, with DeLong's interval; ties count half."""
-    above = np.greater.outer(np.array(sent), np.array(unsent)) + 0.5 * np.equal.outer(np.array(sent), np.array(unsent))
+    above = np.greater.outer(np.array(sent), np.array(unsent)) + 0.5 * np.equal.outer(
+        np.array(sent), np.array(unsent)
+    )
     auc, by_sent, by_unsent = float(above.mean()), above.mean(axis=1), above.mean(axis=0)
     variance = by_sent.var(ddof=1) / len(sent) + by_unsent.var(ddof=1) / len(unsent)
     half = Z * math.sqrt(float(variance))
@@ -97,16 +99,24 @@ class Asker:
         }
         headers = {"authorization": f"Bearer sk-{tenant}"}
         began, first, usage = time.perf_counter(), 0.0, {}
-        async with self._http.post(f"{self._url}/v1/chat/completions", json=body, headers=headers) as answer:
+        async with self._http.post(
+            f"{self._url}/v1/chat/completions", json=body, headers=headers
+        ) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"{answer.status}: {await answer.text()}")
             async for line in answer.content:
                 event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-                if not first and any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
+                if not first and any(
+                    choice.get("delta", {}).get("content") for choice in event.get("choices", ())
+                ):
                     first = time.perf_counter()
                 usage = event.get("usage") or usage
         details = usage.get("prompt_tokens_details") or {}
-        return Heard((first or time.perf_counter()) - began, details.get("cached_tokens") or 0, usage["prompt_tokens"])
+        return Heard(
+            (first or time.perf_counter()) - began,
+            details.get("cached_tokens") or 0,
+            usage["prompt_tokens"],
+        )
 
 
 async def probes(asker: Asker, count: int, words: int, rng: random.Random) -> tuple[Area, Area]:
@@ -144,10 +154,15 @@ def text(rng: random.Random, words: int) -> str:
     return f"{rng.getrandbits(64):x} " + " ".join(rng.choices(WORDS, k=words))
 
 
-async def measured(engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int) -> Figures:
+async def measured(
+    engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int
+) -> Figures:
     """One mode, before a gateway of its own."""
     rng = random.Random(f"{options.seed} {isolate}")
-    with tempfile.TemporaryDirectory() as folder, gateway(Path(folder), config(engines, isolate)) as running:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        gateway(Path(folder), config(engines, isolate)) as running,
+    ):
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             asker = Asker(http, running.url, options.model)
@@ -207,21 +222,35 @@ async def run(options: argparse.Namespace, engines: Sequence[str]) -> int:
 
 
 def tell(each: Figures) -> None:
-    print(f"isolate {each.isolate}: {each.probes} probes a side; load of the machine {os.getloadavg()[0]:.1f}")
+    print(
+        f"isolate {each.isolate}: {each.probes} probes a side; load of the machine {os.getloadavg()[0]:.1f}"
+    )
     for name, found in (("usage", each.by_usage), ("time to first token", each.by_ttft)):
-        print(f"  AUC by {name}: {found.auc:.4f} (95 % interval {found.low:.4f} to {found.high:.4f})")
+        print(
+            f"  AUC by {name}: {found.auc:.4f} (95 % interval {found.low:.4f} to {found.high:.4f})"
+        )
     print(f"  prompt tokens cached within a tenant: {each.hits:.4f}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", action="append", default=[], help="URL of an engine; repeat for more")
-    parser.add_argument("--real", action="store_true", help="one real vLLM, as `make real` installs it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", action="append", default=[], help="URL of an engine; repeat for more"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="one real vLLM, as `make real` installs it"
+    )
     parser.add_argument("--model", help="the name that the engines serve")
     parser.add_argument("--probes", type=int, default=1000, help="probes a side")
-    parser.add_argument("--documents", type=int, default=100, help="prompts that are repeated and extended")
+    parser.add_argument(
+        "--documents", type=int, default=100, help="prompts that are repeated and extended"
+    )
     parser.add_argument("--words", type=int, default=300, help="words of a prompt")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the mock: 10 is ten times as fast")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="of the mock: 10 is ten times as fast"
+    )
     parser.add_argument("--seed", default="1")
     parser.add_argument("--json", help="file for the figures")
     options: Any = parser.parse_args()

@@ -67,7 +67,9 @@ NODE = ("node", str(PROGRAMS / "requests.mjs"))
 CLIENTS: Mapping[str, Client] = {
     "curl": Client((sys.executable, str(PROGRAMS / "curl.py")), "curl", "curl"),
     "openai, Python": Client((sys.executable, str(PROGRAMS / "sdk.py")), sys.executable, "python3"),
-    "HttpClient, Java": Client(("java", str(PROGRAMS / "Requests.java")), "javac", "openjdk-17-jdk-headless"),
+    "HttpClient, Java": Client(
+        ("java", str(PROGRAMS / "Requests.java")), "javac", "openjdk-17-jdk-headless"
+    ),
     "https, Node": Client(NODE, "node", "nodejs", {"CLIENT": "https"}),
     "fetch, Node": Client(NODE, "node", "nodejs", {"CLIENT": "fetch"}),
     "openai, Node": Client(NODE, "npm", "npm", {"CLIENT": "openai"}),
@@ -126,7 +128,11 @@ def missing(clients: Mapping[str, Client]) -> list[str]:
         for name, each in clients.items()
         if shutil.which(each.program) is None
     ]
-    if not found and "openai, Node" in clients and not (MODULES / "node_modules" / "openai").is_dir():
+    if (
+        not found
+        and "openai, Node" in clients
+        and not (MODULES / "node_modules" / "openai").is_dir()
+    ):
         MODULES.mkdir(parents=True, exist_ok=True)
         command = ["npm", "install", "--silent", "--prefix", str(MODULES), OPENAI_NODE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,11 +148,16 @@ def send(client: Client, env: Mapping[str, str], requests: int) -> tuple[Counter
     counts: Counter[str] = Counter()
     errors: list[str] = []
     for _ in range(requests // PER_PROCESS):
-        done = subprocess.run(client.command, env={**env, **client.env}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            client.command, env={**env, **client.env}, capture_output=True, text=True, check=False
+        )
         try:
             told: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
-            told = {"failed": PER_PROCESS, "errors": [done.stderr.strip()[-500:] or f"exit status {done.returncode}"]}
+            told = {
+                "failed": PER_PROCESS,
+                "errors": [done.stderr.strip()[-500:] or f"exit status {done.returncode}"],
+            }
         errors += told.pop("errors")
         counts.update(told)
         counts["failed"] += PER_PROCESS - sum(told.values())
@@ -180,7 +191,10 @@ def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requ
         }
     )
     rotation, total = Rotation(authority, home.port), Counter[str]()
-    print(f"{'client':18} {'whole':>7} {'streamed':>9} {'failed':>7} {'rotations':>10} {'seconds':>8}", flush=True)
+    print(
+        f"{'client':18} {'whole':>7} {'streamed':>9} {'failed':>7} {'rotations':>10} {'seconds':>8}",
+        flush=True,
+    )
     with rotation.running():
         for name, client in clients.items():
             before, began = rotation.count, time.monotonic()
@@ -190,8 +204,12 @@ def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requ
             print(f"{name:18} {figures}", *(f"\n    {error}" for error in errors), flush=True)
             total.update(counts)
             if not rotated:
-                rotation.problem = rotation.problem or f"no certificate was exchanged while {name} asked"
-    print(f"{'all':18} {total['whole']:7} {total['streamed']:9} {total['failed']:7} {rotation.count:10}")
+                rotation.problem = (
+                    rotation.problem or f"no certificate was exchanged while {name} asked"
+                )
+    print(
+        f"{'all':18} {total['whole']:7} {total['streamed']:9} {total['failed']:7} {rotation.count:10}"
+    )
     if rotation.problem:
         print(rotation.problem)
     return not total["failed"] and rotation.problem is None
@@ -206,11 +224,15 @@ def failed_handshakes(home: Gateway) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=1000, help="of each client, in hundreds")
     parser.add_argument("--only", action="append", choices=CLIENTS)
     asked = parser.parse_args()
-    clients = {name: each for name, each in CLIENTS.items() if asked.only is None or name in asked.only}
+    clients = {
+        name: each for name, each in CLIENTS.items() if asked.only is None or name in asked.only
+    }
     absent = missing(clients)
     for line in absent:
         print(line, file=sys.stderr)

@@ -71,52 +71,80 @@ def foreseen_by(log: str) -> Foreseen | None:
     """From the lines of an access log, as the metric and a replay count it. None where nothing was foreseen: a gateway
     whose decisions need no beliefs has none."""
     lines = [json.loads(line) for line in log.splitlines()]
-    told = [one for one in lines if {"predicted_ttft_us", "first_token_us", "picked_us"} <= one.keys()]
-    off = [abs(one["predicted_ttft_us"] / (one["first_token_us"] - one["picked_us"]) - 1.0) for one in told]
+    told = [
+        one for one in lines if {"predicted_ttft_us", "first_token_us", "picked_us"} <= one.keys()
+    ]
+    off = [
+        abs(one["predicted_ttft_us"] / (one["first_token_us"] - one["picked_us"]) - 1.0)
+        for one in told
+    ]
     return Foreseen(fmean(off), median(off)) if off else None
 
 
 def virtual(policy: str, requests: list[TraceRequest], speed: float) -> tuple[Seen, Foreseen]:
     """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
-    spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
+    spec = FleetSpec(
+        "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
+    )
     options = Options(expected_output=None, scrape_s=speed)
     seen = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
     assert seen.ttft is not None
     assert seen.tpot is not None
     assert seen.ttft_error is not None
     assert seen.ttft_error_p50 is not None
-    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio), Foreseen(seen.ttft_error, seen.ttft_error_p50)
+    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio), Foreseen(
+        seen.ttft_error, seen.ttft_error_p50
+    )
 
 
 def jittered(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
     """Every arrival late by chance, as a live sender's are."""
     rng = Random(seed)
-    return [msgspec.structs.replace(one, arrival_s=one.arrival_s + rng.expovariate(1 / JITTER_S)) for one in requests]
+    return [
+        msgspec.structs.replace(one, arrival_s=one.arrival_s + rng.expovariate(1 / JITTER_S))
+        for one in requests
+    ]
 
 
 def main() -> int:
     options = _options()
     requests = [one for one in conversation() if one.arrival_s < options.seconds]
-    twins = [virtual(options.policy, jittered(requests, seed), options.speed) for seed in range(TWINS)]
+    twins = [
+        virtual(options.policy, jittered(requests, seed), options.speed) for seed in range(TWINS)
+    ]
     other, foreseen = live(options.policy, len(requests), options.speed)
     worst = 0.0
-    print(f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, live at speed {options.speed:g}")
-    for name, replays, seen in zip(Seen._fields, zip(*(seen for seen, _ in twins), strict=True), other, strict=True):
+    print(
+        f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, live at speed {options.speed:g}"
+    )
+    for name, replays, seen in zip(
+        Seen._fields, zip(*(seen for seen, _ in twins), strict=True), other, strict=True
+    ):
         expected = fmean(replays)
         off = seen / expected - 1
         worst = max(worst, abs(off))
         spread = f"({min(replays):.4f} to {max(replays):.4f})"
         print(f"{name:<10} virtual {expected:.4f} {spread}  live {seen:.4f}  difference {off:+.1%}")
-    for name, replays in zip(Foreseen._fields, zip(*(told for _, told in twins), strict=True), strict=True):
-        seen_live = "nothing (--policy priced)" if foreseen is None else f"{getattr(foreseen, name):.1%}"
-        print(f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen_live}")
+    for name, replays in zip(
+        Foreseen._fields, zip(*(told for _, told in twins), strict=True), strict=True
+    ):
+        seen_live = (
+            "nothing (--policy priced)" if foreseen is None else f"{getattr(foreseen, name):.1%}"
+        )
+        print(
+            f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen_live}"
+        )
     return 0 if worst <= options.within else 1
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.two_clocks", description="Live and virtual time compared.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.two_clocks", description="Live and virtual time compared."
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="of the trace")
-    parser.add_argument("--speed", type=float, default=1.0, help="of live model time against the wall")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="of live model time against the wall"
+    )
     parser.add_argument("--policy", default="prefix_aware")
     parser.add_argument("--within", type=float, default=0.05)
     return parser.parse_args()

@@ -24,7 +24,9 @@ def tool():
         assert program.exists(), f"{name} is not there: run `make deploy-check`"
         env = os.environ | {"PYTHONPATH": str(TOOLS)}
         command = [str(program), *arguments]
-        said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WITHIN_S)
+        said = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WITHIN_S
+        )
         return said.returncode, said.stdout + said.stderr
 
     return run

@@ -24,14 +24,25 @@ from tools.monitoring.alerts import ALERTS
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "deploy" / "helm" / "penstock"
-EXTRA = {"ScaledObject": ScaledObject, "ServiceMonitor": ServiceMonitor, "PrometheusRule": PrometheusRule}
+EXTRA = {
+    "ScaledObject": ScaledObject,
+    "ServiceMonitor": ServiceMonitor,
+    "PrometheusRule": PrometheusRule,
+}
 UNKNOWN = {"HTTPRoute"}
 """No model of the Gateway API is to be had; a test compares every key of these."""
 KUBERNETES = "1.33"
 FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
-SECRETS = {"team-a": "sk-team-a-of-the-test", "fleet": "sixteen-characters-and-more", "redis": "r", "admin": "adm"}
+SECRETS = {
+    "team-a": "sk-team-a-of-the-test",
+    "fleet": "sixteen-characters-and-more",
+    "redis": "r",
+    "admin": "adm",
+}
 ENGINES = [{"url": f"http://vllm-{n}.vllm:8000", "name": f"vllm-{n}"} for n in range(2)]
-LEAST: dict[str, Any] = {"config": {"pools": {"chat": {"policy": "prefix_aware", "endpoints": ENGINES}}}}
+LEAST: dict[str, Any] = {
+    "config": {"pools": {"chat": {"policy": "prefix_aware", "endpoints": ENGINES}}}
+}
 TLS = {**LEAST, "tls": {"secret": "gateway-tls", "clientCa": "ca.crt", "admin": True}}
 CASES = {"least": LEAST, "full": FULL}
 
@@ -45,14 +56,20 @@ def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def one(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
-    (found,) = [each for each in objects(values) if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)]
+    (found,) = [
+        each
+        for each in objects(values)
+        if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)
+    ]
     return found
 
 
 def paths(value: Any, at: str = "") -> set[str]:
     """Every key that stands anywhere in `value`, as a path; lists do not count."""
     if isinstance(value, dict):
-        return {f"{at}.{key}" for key in value}.union(*(paths(each, f"{at}.{key}") for key, each in value.items()))
+        return {f"{at}.{key}" for key in value}.union(
+            *(paths(each, f"{at}.{key}") for key, each in value.items())
+        )
     return set().union(*(paths(each, at) for each in value)) if isinstance(value, list) else set()
 
 
@@ -62,7 +79,9 @@ def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
     for name, text in SECRETS.items():
         (folder / "secrets" / name).write_text(text)
     file = folder / "gateway.yaml"
-    file.write_text(one("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"]["gateway.yaml"])
+    file.write_text(
+        one("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"]["gateway.yaml"]
+    )
     return examine(file, os.environ).config
 
 
@@ -86,7 +105,11 @@ def test_every_object_is_one_that_kubernetes_takes(values: dict[str, Any]) -> No
 @pytest.mark.parametrize("kind", EXTRA)
 def test_operators_objects_have_no_key_that_their_operators_do_not_know(kind: str) -> None:
     written = one(kind, FULL)
-    known = EXTRA[kind].model_validate(written).model_dump(by_alias=True, exclude_unset=True, mode="json")
+    known = (
+        EXTRA[kind]
+        .model_validate(written)
+        .model_dump(by_alias=True, exclude_unset=True, mode="json")
+    )
     assert paths(written) - paths(known) == set()
 
 
@@ -121,16 +144,18 @@ def test_no_secret_is_in_an_object_that_the_chart_makes() -> None:
     assert "Secret" not in {each["kind"] for each in objects(FULL)}
     pod = one("Deployment", FULL)["spec"]["template"]["spec"]
     sources = pod["volumes"][0]["projected"]["sources"]
-    assert {item["path"] for each in sources if "secret" in each for item in each["secret"]["items"]} == {
-        f"secrets/{name}" for name in SECRETS
-    }
+    assert {
+        item["path"] for each in sources if "secret" in each for item in each["secret"]["items"]
+    } == {f"secrets/{name}" for name in SECRETS}
 
 
 def tls_values(**tls: Any) -> dict[str, Any]:
     return {**LEAST, "tls": {"secret": "gateway-tls", **tls}, "serviceMonitor": {"enabled": True}}
 
 
-def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(tmp_path: Path) -> None:
+def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(
+    tmp_path: Path,
+) -> None:
     values = tls_values(clientCa="ca.crt")
     Authority(tmp_path / "tls").issue("tls", "gw-penstock.llm.svc")
     for made, mounted in (("tls.pem", "tls.crt"), ("ca.pem", "client-ca.crt")):
@@ -139,7 +164,9 @@ def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(t
     assert listeners.api.tls is not None
     assert listeners.api.tls.client_ca == str(tmp_path / "tls" / "client-ca.crt")
     assert listeners.admin.tls is None
-    sources = one("Deployment", values)["spec"]["template"]["spec"]["volumes"][0]["projected"]["sources"]
+    sources = one("Deployment", values)["spec"]["template"]["spec"]["volumes"][0]["projected"][
+        "sources"
+    ]
     (secret,) = [each["secret"] for each in sources if "secret" in each]
     assert secret["name"] == "gateway-tls"
     assert {each["key"]: each["path"] for each in secret["items"]} == {
@@ -149,7 +176,9 @@ def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(t
     }
 
 
-def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(tmp_path: Path) -> None:
+def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(
+    tmp_path: Path,
+) -> None:
     values = tls_values(admin=True)
     (container,) = one("Deployment", values)["spec"]["template"]["spec"]["containers"]
     probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
@@ -157,17 +186,30 @@ def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(tm
     env = {each["name"]: each["value"] for each in container["env"]}
     assert env == {"PENSTOCK_ADMIN": "https://127.0.0.1:8081", "PENSTOCK_ADMIN_INSECURE": "1"}
     assert one("ServiceMonitor", values)["spec"]["endpoints"][0]["scheme"] == "https"
-    protocols = [one("Service", values, suffix)["spec"]["ports"][0]["appProtocol"] for suffix in ("penstock", "admin")]
+    protocols = [
+        one("Service", values, suffix)["spec"]["ports"][0]["appProtocol"]
+        for suffix in ("penstock", "admin")
+    ]
     assert protocols == ["https", "https"]
 
 
 @pytest.mark.parametrize(
     ("timeouts", "seconds"),
-    [({}, 0), ({"grace": None}, 0), ({"grace": "20s"}, 20), ({"grace": "1m30s"}, 90), ({"grace": "1500ms"}, 2)],
+    [
+        ({}, 0),
+        ({"grace": None}, 0),
+        ({"grace": "20s"}, 20),
+        ({"grace": "1m30s"}, 90),
+        ({"grace": "1500ms"}, 2),
+    ],
 )
-def test_pods_are_given_every_wait_of_their_drain_and_half_a_minute(timeouts: dict[str, Any], seconds: int) -> None:
+def test_pods_are_given_every_wait_of_their_drain_and_half_a_minute(
+    timeouts: dict[str, Any], seconds: int
+) -> None:
     config = {**LEAST["config"], "timeouts": timeouts}
-    pod = one("Deployment", {"config": config, "drainSeconds": 600, "preStopSeconds": 7})["spec"]["template"]["spec"]
+    pod = one("Deployment", {"config": config, "drainSeconds": 600, "preStopSeconds": 7})["spec"][
+        "template"
+    ]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 7 + seconds + 600 + 30
     assert pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 7
 
@@ -189,7 +231,11 @@ def test_a_pod_asks_for_as_much_for_every_worker_and_something_for_their_supervi
     }
     each = {"cpuMillis": 500, "memoryRequestMi": 600, "memoryLimitMi": 700}
     own = {"limits": {"cpu": "2", "memory": "3Gi"}}
-    values = {"config": config | {"workers": 2}, "resourcesPerWorker": each, "supervisorMemoryMi": 50}
+    values = {
+        "config": config | {"workers": 2},
+        "resourcesPerWorker": each,
+        "supervisorMemoryMi": 50,
+    }
     assert container(values | {"resources": own})["resources"] == {
         "requests": {"cpu": "1000m", "memory": "1250Mi"},
         "limits": {"cpu": "2", "memory": "3Gi"},
@@ -203,13 +249,21 @@ def test_ways_in_from_outside_are_off_and_lead_to_the_api_alone() -> None:
     assert [rule["host"] for rule in ingress["spec"]["rules"]] == FULL["ingress"]["hosts"]
     for rule in ingress["spec"]["rules"]:
         (path,) = rule["http"]["paths"]
-        assert path["backend"] == {"service": {"name": "gw-penstock", "port": {"name": api["name"]}}}
+        assert path["backend"] == {
+            "service": {"name": "gw-penstock", "port": {"name": api["name"]}}
+        }
     assert ingress["spec"]["ingressClassName"] == "nginx"
     assert ingress["spec"]["tls"] == FULL["ingress"]["tls"]
     (rule,) = route["spec"]["rules"]
     assert rule["backendRefs"] == [{"name": "gw-penstock", "port": api["port"]}]
-    assert (rule["matches"], rule["timeouts"]) == ([{"path": {"type": "PathPrefix", "value": "/"}}], {"request": "0s"})
-    assert (route["apiVersion"], route["spec"]["hostnames"]) == ("gateway.networking.k8s.io/v1", ["llm.example.com"])
+    assert (rule["matches"], rule["timeouts"]) == (
+        [{"path": {"type": "PathPrefix", "value": "/"}}],
+        {"request": "0s"},
+    )
+    assert (route["apiVersion"], route["spec"]["hostnames"]) == (
+        "gateway.networking.k8s.io/v1",
+        ["llm.example.com"],
+    )
     assert route["spec"].keys() == {"parentRefs", "hostnames", "rules"}
 
 
@@ -236,12 +290,18 @@ def test_volumes_of_values_are_mounted_beside_the_charts_own() -> None:
 
 def restarts(**config: Any) -> str:
     values = {"config": {**LEAST["config"], **config}}
-    return str(one("Deployment", values)["spec"]["template"]["metadata"]["annotations"]["penstock/restarts"])
+    return str(
+        one("Deployment", values)["spec"]["template"]["metadata"]["annotations"][
+            "penstock/restarts"
+        ]
+    )
 
 
 def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
     assert restarts() == restarts(retries={"budget": 0.1}) == restarts(timeouts={"stall": "10s"})
-    assert restarts() == restarts(observability={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces"}})
+    assert restarts() == restarts(
+        observability={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces"}}
+    )
     assert restarts() != restarts(observability={"access_log": "off"})
     assert restarts() != restarts(prefix={"index": "1GiB"})
     assert restarts() != restarts(workers=2)
@@ -299,7 +359,9 @@ def rights(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for space in roles:
         bound = made["RoleBinding", space]
         assert bound["roleRef"]["name"] == made["Role", space]["metadata"]["name"]
-        assert bound["subjects"] == [{"kind": "ServiceAccount", "name": "gw-penstock", "namespace": "llm"}]
+        assert bound["subjects"] == [
+            {"kind": "ServiceAccount", "name": "gw-penstock", "namespace": "llm"}
+        ]
     return roles
 
 
@@ -310,11 +372,20 @@ def test_who_discovers_engines_may_list_and_watch_their_slices_and_everybody_els
         "rest": {"endpoints": ENGINES},
     }
     values = {"config": {"pools": pools}, "discovery": {"enabled": True}}
-    may = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
+    may = [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
     assert rights(values) == {"models": may, "llm": may}
     assert rights(LEAST) == rights({"config": {"pools": pools}}) == {}
     for each, token in ((values, True), (LEAST, False)):
-        assert one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"] is token
+        assert (
+            one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"]
+            is token
+        )
 
 
 def test_releases_that_discover_engines_in_one_namespace_do_not_take_each_others_rights() -> None:
@@ -339,7 +410,10 @@ def test_releases_that_discover_engines_in_one_namespace_do_not_take_each_others
 
 def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() -> None:
     found = {"discover": {"kubernetes": {"service": "vllm"}}}
-    others = {"discover": None, "endpoints": [{"url": "http://kubernetes:8000", "name": "kubernetes: the engine"}]}
+    others = {
+        "discover": None,
+        "endpoints": [{"url": "http://kubernetes:8000", "name": "kubernetes: the engine"}],
+    }
     told = []
     for pool in (found, others):
         with Chart.load(PATH) as loaded:
@@ -350,7 +424,10 @@ def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() 
 
 
 def test_a_pool_may_say_that_it_discovers_nobody() -> None:
-    values = {"config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}}, "discovery": {"enabled": True}}
+    values = {
+        "config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}},
+        "discovery": {"enabled": True},
+    }
     assert rights(values).keys() == {"llm"}
 
 
@@ -372,7 +449,10 @@ def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -
 def test_keda_counts_the_prompts_of_a_pool_by_the_models_that_it_serves() -> None:
     values = copy.deepcopy(FULL)
     values["config"]["pools"]["code"] = {"endpoints": ENGINES}
-    values["config"]["models"] += [{"name": "meta/llama-3.1", "pool": "chat"}, {"name": "coder", "pool": "code"}]
+    values["config"]["models"] += [
+        {"name": "meta/llama-3.1", "pool": "chat"},
+        {"name": "coder", "pool": "code"},
+    ]
     _, ttft = one("ScaledObject", values)["spec"]["triggers"]
     of = r'{model=~"llama|meta/llama-3\\.1"}'
     for counter in ("penstock_prompt_tokens_total", "penstock_cached_tokens_total"):
@@ -384,18 +464,31 @@ def test_keda_counts_the_prompts_of_a_pool_by_the_models_that_it_serves() -> Non
 
 def test_what_keda_asks_prometheus_is_understood(tmp_path: Path) -> None:
     triggers = one("ScaledObject", FULL)["spec"]["triggers"]
-    rules = [{"record": f"trigger:{n}", "expr": each["metadata"]["query"]} for n, each in enumerate(triggers)]
+    rules = [
+        {"record": f"trigger:{n}", "expr": each["metadata"]["query"]}
+        for n, each in enumerate(triggers)
+    ]
     assert len(rules) == 2
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
-    said = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30)
+    said = subprocess.run(
+        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30
+    )
     assert said.returncode == 0, said.stdout + said.stderr
 
 
 def test_boards_and_rules_are_those_of_the_project() -> None:
     rules = one("PrometheusRule", FULL)["spec"]["groups"]
-    assert rules == yaml.safe_load((ROOT / "deploy/prometheus/penstock.rules.yml").read_text())["groups"]
-    boards = {key: text for each in objects(FULL) if each["kind"] == "ConfigMap" for key, text in each["data"].items()}
+    assert (
+        rules
+        == yaml.safe_load((ROOT / "deploy/prometheus/penstock.rules.yml").read_text())["groups"]
+    )
+    boards = {
+        key: text
+        for each in objects(FULL)
+        if each["kind"] == "ConfigMap"
+        for key, text in each["data"].items()
+    }
     for path in (ROOT / "deploy" / "grafana").glob("*.json"):
         assert json.loads(boards[path.name]) == json.loads(path.read_text())
     assert not re.search(r"\{\{ *\.", json.dumps(rules))

@@ -18,7 +18,9 @@ from compose_spec import PyCompose
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted(set((DEPLOY / "kubernetes").glob("*.yaml")) - {DEPLOY / "kubernetes" / "gateway.yaml"})
+MANIFESTS = sorted(
+    set((DEPLOY / "kubernetes").glob("*.yaml")) - {DEPLOY / "kubernetes" / "gateway.yaml"}
+)
 ENVOY_TYPES = (
     "envoy.extensions.filters.network.http_connection_manager.v3",
     "envoy.extensions.filters.http.router.v3",
@@ -42,11 +44,24 @@ def test_hadolint_has_nothing_to_say_about_the_image(tool: Tool) -> None:
 
 
 def test_yamllint_has_nothing_to_say_about_any_yaml(tool: Tool) -> None:
-    rules = "{extends: default, rules: {line-length: {max: 140}, document-start: disable, comments: disable, " + (
-        "braces: {max-spaces-inside: 1}, comments-indentation: disable, truthy: {check-keys: false}}}"
+    rules = (
+        "{extends: default, rules: {line-length: {max: 140}, document-start: disable, comments: disable, "
+        + (
+            "braces: {max-spaces-inside: 1}, comments-indentation: disable, truthy: {check-keys: false}}}"
+        )
     )
-    ours = ("compose", "config", "kubernetes", "proxies", "helm/penstock/Chart.yaml", "helm/penstock/values.yaml")
-    assert tool("yamllint", "--strict", "-d", rules, *(f"deploy/{each}" for each in ours)) == (0, "")
+    ours = (
+        "compose",
+        "config",
+        "kubernetes",
+        "proxies",
+        "helm/penstock/Chart.yaml",
+        "helm/penstock/values.yaml",
+    )
+    assert tool("yamllint", "--strict", "-d", rules, *(f"deploy/{each}" for each in ours)) == (
+        0,
+        "",
+    )
 
 
 def test_gixy_finds_nothing_unsafe_in_nginx(tool: Tool, tmp_path: Path) -> None:
@@ -66,7 +81,9 @@ def test_compose_follows_its_specification() -> None:
     assert set(names) == {"gateway-1", "gateway-2", "fleet", "redis", "prometheus", "grafana"}
 
 
-@pytest.mark.parametrize(("key", "value"), [("nonsense", 1), ("stop_grace_period", "1 minute"), ("ports", ["x:y:z"])])
+@pytest.mark.parametrize(
+    ("key", "value"), [("nonsense", 1), ("stop_grace_period", "1 minute"), ("ports", ["x:y:z"])]
+)
 def test_the_specification_would_refuse_what_it_does_not_know(key: str, value: object) -> None:
     wrong = compose()
     wrong["services"]["redis"][key] = value
@@ -83,12 +100,19 @@ def test_kubernetes_takes_every_plain_manifest(path: Path) -> None:
             kubernetes_validate.validate(each, "1.33", strict=True)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl brings kustomize, and no registry has it")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl brings kustomize, and no registry has it"
+)
 def test_kustomize_builds_the_base() -> None:
     status, said = run("kubectl", "kustomize", "deploy/kubernetes")
     assert status == 0, said
     built = list(yaml.safe_load_all(said))
-    assert {each["kind"] for each in built} >= {"Deployment", "ConfigMap", "Namespace", "NetworkPolicy"}
+    assert {each["kind"] for each in built} >= {
+        "Deployment",
+        "ConfigMap",
+        "Namespace",
+        "NetworkPolicy",
+    }
     assert {each["metadata"].get("namespace", "penstock") for each in built} == {"penstock"}
 
 
@@ -121,13 +145,17 @@ def test_envoys_messages_would_refuse_what_they_do_not_know(at: str) -> None:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "penstock.service").read_text()
     unit = tmp_path / "penstock.service"
-    unit.write_text(text.replace("/opt/penstock/bin/penstock", "/bin/true"))  # it looks for the program
+    unit.write_text(
+        text.replace("/opt/penstock/bin/penstock", "/bin/true")
+    )  # it looks for the program
     assert run("systemd-analyze", "verify", "--man=no", str(unit)) == (0, "")
 
 
 def test_systemd_finds_the_unit_well_shut_off() -> None:
     path = "deploy/systemd/penstock.service"
-    status, said = run("systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", path)
+    status, said = run(
+        "systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", path
+    )
     assert status == 0, said
     (level,) = re.findall(r"exposure level for penstock.service: ([0-9.]+) OK", said)
     assert float(level) <= 1.5

@@ -56,7 +56,12 @@ class StreamingUser(HttpUser):
         }
         timeline, started_s = Timeline(), time.perf_counter()
         request = self.client.post(
-            "/v1/chat/completions", json=body, name=self.shape, stream=True, catch_response=True, timeout=120
+            "/v1/chat/completions",
+            json=body,
+            name=self.shape,
+            stream=True,
+            catch_response=True,
+            timeout=120,
         )
         with request as answer:
             if answer.status_code != 200:
@@ -74,7 +79,11 @@ class StreamingUser(HttpUser):
             return
         self._event("TTFT", timeline.first_s - started_s, timeline.tokens)
         if timeline.tokens > 1:
-            self._event("TPOT", (timeline.last_s - timeline.first_s) / (timeline.tokens - 1), timeline.tokens)
+            self._event(
+                "TPOT",
+                (timeline.last_s - timeline.first_s) / (timeline.tokens - 1),
+                timeline.tokens,
+            )
 
     def _event(self, kind: str, seconds: float, tokens: int) -> None:
         """A row of locust's table; the length of a response is its tokens."""

@@ -20,7 +20,9 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1], 0), Engine("D", ports[2], ports[3], 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with us, whoever ends us
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # engines end with us, whoever ends us
     try:
         for engine in pair:
             engine.start()

@@ -36,7 +36,9 @@ def gateway(folder: Path, text: str) -> Iterator[Gateway]:
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"
     file.write_text(f"{head}observability: {{access_log: '{log}'}}\n{text}")
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with subprocess.Popen(
+        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV
+    ) as process:
         try:
             assert process.stderr is not None
             started = Gateway(process)

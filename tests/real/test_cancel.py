@@ -15,7 +15,9 @@ from tests.real.engines import Engine, troubles
 from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
 
-FREE_WITHIN_S = 10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
+FREE_WITHIN_S = (
+    10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
+)
 WAIT_S = 30.0
 
 
@@ -23,12 +25,16 @@ WAIT_S = 30.0
 def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[Gateway]:
     """A gateway that reaches the engines through the taps, one request at a time each."""
     p, d = taps
-    with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)) as started:
+    with gateway(
+        tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)
+    ) as started:
         yield started
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left_behind(engines: tuple[Engine, Engine], taps: tuple[Tap, Tap]) -> AsyncIterator[None]:
+async def nothing_is_left_behind(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap]
+) -> AsyncIterator[None]:
     before = await troubles(engines)
     yield
     freed_s = [await engine.idle_within(FREE_WITHIN_S) for engine in engines]
@@ -92,7 +98,9 @@ async def test_a_client_that_leaves_between_the_legs(
     before_d.go_on()
 
 
-async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(front: Gateway, taps: tuple[Tap, Tap]) -> None:
+async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(
+    front: Gateway, taps: tuple[Tap, Tap]
+) -> None:
     _, before_d = taps
     before_d.watch()
     client = _asks(front, 3005)

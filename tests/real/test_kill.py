@@ -15,7 +15,9 @@ from tests.real.tap import Tap
 WAIT_S = 60.0
 
 
-async def _killed_between_the_legs(front_url: str, victim: Engine, before_d: Tap, asked: dict[str, object]) -> Answer:
+async def _killed_between_the_legs(
+    front_url: str, victim: Engine, before_d: Tap, asked: dict[str, object]
+) -> Answer:
     """The decode request is held back, the victim dies, the request goes on."""
     before_d.watch(hold=True)
     client = asyncio.create_task(ask(front_url, asked))
@@ -34,7 +36,9 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
     p, d = engines
     asked = body(prompt(400, seed=4001 + stream), stream=stream)
     whole = await ask(d.url, asked | {"cache_salt": "aggregated"})
-    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+    with gateway(
+        tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})
+    ) as front:
         warm = await ask(front.url, body(prompt(400, seed=4101 + stream)))
         assert warm.status == 200, warm.error
         answer = await _killed_between_the_legs(front.url, p, taps[1], asked)
@@ -53,7 +57,9 @@ async def test_decode_dies_between_the_legs_and_whoever_can_serves_the_request(
     p, d = engines
     asked = body(prompt(400, seed=4003))
     whole = await ask(p.url, asked | {"cache_salt": "aggregated"})
-    with gateway(tmp_path, config({"P": (taps[0].url, "both"), "D": (taps[1].url, "decode")})) as front:
+    with gateway(
+        tmp_path, config({"P": (taps[0].url, "both"), "D": (taps[1].url, "decode")})
+    ) as front:
         answer = await _killed_between_the_legs(front.url, d, taps[1], asked)
     assert (answer.status, answer.error) == (200, "")
     assert differences(answer, whole) == []
@@ -63,7 +69,9 @@ async def test_decode_dies_between_the_legs_and_nobody_else_can_serve(
     engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path
 ) -> None:
     _, d = engines
-    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+    with gateway(
+        tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})
+    ) as front:
         asked = body(prompt(400, seed=4004))
         answer = await _killed_between_the_legs(front.url, d, taps[1], asked)
     assert answer.status in (502, 503)
@@ -74,7 +82,9 @@ async def test_an_engine_that_came_back_is_split_with_again(
     engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], tmp_path: Path
 ) -> None:
     moved = await transfers(engines)
-    with gateway(tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})) as front:
+    with gateway(
+        tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})
+    ) as front:
         answer = await ask(front.url, body(prompt(400, seed=4005)))
     assert (answer.status, answer.error) == (200, "")
     assert await transfers(engines) == moved + 1

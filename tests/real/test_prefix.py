@@ -18,7 +18,9 @@ async def test_conversations_return_to_the_engine_that_holds_them(
     """Four conversations over two engines that serve whole requests: they begin at once, and then ask in turn."""
     p, d = engines
     served: dict[int, set[str]] = {}
-    with gateway(tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, serving="")) as front:
+    with gateway(
+        tmp_path, config({"P": (p.url, "both"), "D": (d.url, "both")}, serving="")
+    ) as front:
 
         async def ask_of(trunk: int, turn: int) -> None:
             answer = await ask(front.url, body(f"{prompt(350, seed=5000 + trunk)} turn {turn}"))

@@ -19,7 +19,11 @@ FLAGS = [
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert found, "make web needs Chromium: apt-get install chromium"
     SHOTS.mkdir(parents=True, exist_ok=True)
     alone = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root

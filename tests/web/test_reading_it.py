@@ -30,7 +30,9 @@ def rename(home: House, number: int, name: str) -> None:
     live.endpoint = msgspec.structs.replace(live.endpoint, name=name)
 
 
-async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(browser: Browser) -> None:
+async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(
+    browser: Browser,
+) -> None:
     async with house(2, speed=2.0) as home, opened(browser, home) as page:
         await busy(home)
         legend, chart = page.locator("#chart-ttft-legend"), page.locator("#chart-ttft")
@@ -46,7 +48,9 @@ async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(b
         await expect(legend).to_have_text(re.compile("now"))
         await chart.focus()
         await page.keyboard.press("ArrowLeft")
-        await expect(page.locator("#chart-said")).to_have_text(re.compile(r"budget 5\.00 s.*\d+ s ago"))
+        await expect(page.locator("#chart-said")).to_have_text(
+            re.compile(r"budget 5\.00 s.*\d+ s ago")
+        )
         await page.keyboard.press("Escape")
         await expect(legend).to_have_text(re.compile("now"))
 
@@ -66,7 +70,9 @@ async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser
             assert 0 < low < min(values) <= max(values) < high
 
 
-async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(browser: Browser) -> None:
+async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(
+    browser: Browser,
+) -> None:
     async with house(4) as home, opened(browser, home) as page:
         await busy(home)
         home.groups[2].faults.set("refuse")
@@ -83,7 +89,10 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         await heading(page, "name").get_by_role("button").focus()
         await page.keyboard.press("Enter")
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "ascending")
-        everyone = sorted((name_of(home, number) for number in range(4)), key=lambda name: int(name.split(":")[-1]))
+        everyone = sorted(
+            (name_of(home, number) for number in range(4)),
+            key=lambda name: int(name.split(":")[-1]),
+        )
         await expect(names).to_have_text(everyone)
         await page.keyboard.press("Enter")
         await expect(names).to_have_text(everyone[::-1])
@@ -98,18 +107,24 @@ def heading(page: Page, column: str) -> Locator:
     return page.locator(f"#fleet th[data-sort={column}]")
 
 
-async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_it_went(browser: Browser) -> None:
+async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_it_went(
+    browser: Browser,
+) -> None:
     async with house(2, pool={"policy": "prefix_aware"}) as home, opened(browser, home) as page:
         await expect(page.locator("#requests-empty")).to_have_text("No request has ended yet.")
         await busy(home, 6)
         rows = page.locator("#requests tr")
         await expect(rows).to_have_count(6)
-        await expect(rows.first).to_contain_text(re.compile(r"\d\d:\d\d:\d\d.*demo-8b.*200 served.* m?s.* tok.*req_"))
+        await expect(rows.first).to_contain_text(
+            re.compile(r"\d\d:\d\d:\d\d.*demo-8b.*200 served.* m?s.* tok.*req_")
+        )
         await rows.first.get_by_role("button").focus()
         await page.keyboard.press("Enter")
         dialog = page.locator("#explain")
         await expect(dialog).to_be_visible()
-        await expect(dialog).to_contain_text(re.compile("Picked.*of 2 candidates by prefix_aware.*TTFT.*Candidate"))
+        await expect(dialog).to_contain_text(
+            re.compile("Picked.*of 2 candidates by prefix_aware.*TTFT.*Candidate")
+        )
         await expect(dialog.locator("tr.chosen")).to_have_count(1)
         await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
@@ -148,7 +163,11 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
 async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) -> None:
     async with house(12) as home, opened(browser, home, width=width) as page:
         for number, group in enumerate(home.groups):
-            rename(home, number, f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2)
+            rename(
+                home,
+                number,
+                f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
+            )
             group.faults.set("refuse")
         await expect(page.locator("#why li")).to_have_count(8, timeout=10_000)
         await expect(page.locator("#why li").last).to_contain_text("more: group-")
@@ -163,4 +182,6 @@ async def test_values_in_the_table_and_the_tiles_have_their_units(browser: Brows
         for cell in await page.locator("#rows td.num").all_inner_texts():
             assert re.fullmatch(r"–|[0-9.k]+ (req|tok|%|ms|s)", cell), cell
         for tile in await page.locator("#totals dd").all_inner_texts():
-            assert re.match(r"–|[0-9.k]+ (req/s|tok/s|req|%|ms|s)(?= |$)", tile.replace("\n", " ")), tile
+            assert re.match(
+                r"–|[0-9.k]+ (req/s|tok/s|req|%|ms|s)(?= |$)", tile.replace("\n", " ")
+            ), tile

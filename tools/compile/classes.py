@@ -32,12 +32,22 @@ class Project:
         are there before all else, unless they stand on one of another module. In any other circle it stays unknown.
         """
         tree = self.trees[module]
-        for_types = {short: full for short, full in imported(_for_types(tree)).items() if full in self.classes}
+        for_types = {
+            short: full
+            for short, full in imported(_for_types(tree)).items()
+            if full in self.classes
+        }
         back = _reached(module, self._importers)
         for place in {place_of(full) for full in for_types.values()}:
             if any(self._takes_more(each, back) for each in _reached(place, self._imports)):
-                for_types = {short: full for short, full in for_types.items() if place_of(full) != place}
-        return {name: full for name, full in {**names_of(module, tree), **for_types}.items() if full in self.classes}
+                for_types = {
+                    short: full for short, full in for_types.items() if place_of(full) != place
+                }
+        return {
+            name: full
+            for name, full in {**names_of(module, tree), **for_types}.items()
+            if full in self.classes
+        }
 
     def _takes_more(self, module: str, others: Collection[str]) -> bool:
         """Whether a module takes more from one of the others than C classes that stand on their own."""
@@ -54,7 +64,10 @@ class Project:
     def _imports(self) -> dict[str, set[str]]:
         """Of each module, the modules that it imports, if only for types."""
         taken = {module: set(_taken(tree).values()) for module, tree in self.trees.items()}
-        return {module: self.trees.keys() & {*names, *map(place_of, names)} for module, names in taken.items()}
+        return {
+            module: self.trees.keys() & {*names, *map(place_of, names)}
+            for module, names in taken.items()
+        }
 
     @cached_property
     def _importers(self) -> dict[str, set[str]]:
@@ -75,8 +88,17 @@ class Project:
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
             for node in classes_of(tree):
-                fields |= {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
-        return frozenset(name for module in self.compiled for name in _handed(module, self.trees[module])) - fields
+                fields |= {
+                    ast.unparse(each.target)
+                    for each in node.body
+                    if isinstance(each, ast.AnnAssign)
+                }
+        return (
+            frozenset(
+                name for module in self.compiled for name in _handed(module, self.trees[module])
+            )
+            - fields
+        )
 
 
 def project(trees: Mapping[str, ast.Module], compiled: Collection[str]) -> Project:
@@ -90,10 +112,14 @@ def _c_classes(trees: Mapping[str, ast.Module]) -> dict[str, ast.ClassDef]:
         names = names_of(module, tree)
         for node in classes_of(tree):
             if slots(node) is not None:
-                bases = {names.get(ast.unparse(base), "not a compiled class") for base in node.bases}
+                bases = {
+                    names.get(ast.unparse(base), "not a compiled class") for base in node.bases
+                }
                 slotted[names[node.name]] = bases, node
     found: dict[str, ast.ClassDef] = {}
-    while ready := [name for name, (bases, _) in slotted.items() if name not in found and bases <= found.keys()]:
+    while ready := [
+        name for name, (bases, _) in slotted.items() if name not in found and bases <= found.keys()
+    ]:
         found |= {name: slotted[name][1] for name in ready}
     return found
 
@@ -119,13 +145,17 @@ def _handed(module: str, tree: ast.Module) -> Iterator[str]:
             name = each.arg if isinstance(each, ast.arg) else ast.unparse(each.target)
             told.setdefault(name, set()).add(names.get(kind, kind))
     for top in tree.body:
-        owners = {**told, "self": {f"{module}.{top.name}"}} if isinstance(top, ast.ClassDef) else told
+        owners = (
+            {**told, "self": {f"{module}.{top.name}"}} if isinstance(top, ast.ClassDef) else told
+        )
         called = {id(node.func) for node in ast.walk(top) if isinstance(node, ast.Call)}
         for node in ast.walk(top):
             if isinstance(node, ast.Name) and id(node) not in called:
                 yield f"{module}.{node.id}"
             elif isinstance(node, ast.Attribute) and id(node) not in called:
-                yield from [f"{each}.{node.attr}" for each in owners.get(ast.unparse(node.value), ())] or [node.attr]
+                yield from [
+                    f"{each}.{node.attr}" for each in owners.get(ast.unparse(node.value), ())
+                ] or [node.attr]
 
 
 def _reached(first: str, following: Mapping[str, Iterable[str]]) -> set[str]:
@@ -155,7 +185,11 @@ def names_of(module: str, tree: ast.Module) -> dict[str, str]:
 def imported(body: Iterable[ast.stmt]) -> dict[str, str]:
     """The full names of what these statements import by name."""
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
-    return {each.asname or each.name: f"{node.module}.{each.name}" for node in imports for each in node.names}
+    return {
+        each.asname or each.name: f"{node.module}.{each.name}"
+        for node in imports
+        for each in node.names
+    }
 
 
 def _taken(tree: ast.Module) -> dict[str, str]:
@@ -165,5 +199,9 @@ def _taken(tree: ast.Module) -> dict[str, str]:
 
 def _for_types(tree: ast.Module) -> list[ast.stmt]:
     """What stands below `if TYPE_CHECKING`."""
-    choices = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    choices = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     return [statement for node in choices for statement in node.body]

@@ -39,7 +39,10 @@ PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
     *(f"gateway/{name}" for name in ("legs", "trials", "metrics", "telemetry")),
     "policies",
-    *(f"policies/{name}" for name in ("admission", "prefix", "engine", "latency", "pricing", "health")),
+    *(
+        f"policies/{name}"
+        for name in ("admission", "prefix", "engine", "latency", "pricing", "health")
+    ),
     "kvtransfer/dialects",
 )
 """Every module of these packages is compiled; packages inside them are listed on their own."""
@@ -58,17 +61,30 @@ NOT_AN_ARGUMENT = object()
 DIRECTIVES = {"language_level": 3, "annotation_typing": True, "binding": True, "nonecheck": True}
 
 
-def _c_class_of(self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_ARGUMENT) -> tuple[list[str], Any]:
+def _c_class_of(
+    self: AnnotationNode, env: Any, assigned_value: object = NOT_AN_ARGUMENT
+) -> tuple[list[str], Any]:
     """What Cython takes from an annotation, in place of AnnotationNode.analyse_type_annotation: the C class that it
     gives an argument or a variable of a function, and whether that may be None. An int stays one of any size, a float
     may be an int, a str one of its subclasses; what a coroutine returns is not what calling it does. A variable that is
     said to be a float, which few are, is a C double."""
-    if assigned_value is NOT_AN_ARGUMENT and env.is_local_scope and self.expr.is_name and self.expr.name == "float":
+    if (
+        assigned_value is NOT_AN_ARGUMENT
+        and env.is_local_scope
+        and self.expr.is_name
+        and self.expr.name == "float"
+    ):
         return [], c_double_type
     kind = self.expr.analyse_as_type(env)
-    if kind is None or not kind.is_extension_type or (assigned_value is NOT_AN_ARGUMENT and not env.is_local_scope):
+    if (
+        kind is None
+        or not kind.is_extension_type
+        or (assigned_value is NOT_AN_ARGUMENT and not env.is_local_scope)
+    ):
         return [], None
-    return (self.expr.analyse_pytyping_modifiers(env) if isinstance(self.expr, BitwiseOrNode) else []), kind
+    return (
+        self.expr.analyse_pytyping_modifiers(env) if isinstance(self.expr, BitwiseOrNode) else []
+    ), kind
 
 
 def main(out: Path) -> None:
@@ -79,20 +95,27 @@ def main(out: Path) -> None:
         return
     shutil.rmtree(out, ignore_errors=True)
     for room in ROOMS:
-        shutil.copytree(ROOT / room, out / room, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(
+            ROOT / room, out / room, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
     for name in PROJECT:
         shutil.copy(ROOT / name, out)
     os.chdir(out)
     written = _declare()
     AnnotationNode.analyse_type_annotation = _c_class_of
     os.environ.setdefault("CFLAGS", "-O2 -g0 -DNDEBUG -fwrapv -Werror=incompatible-pointer-types")
-    extensions = cythonize(list(MODULES), nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True)
+    extensions = cythonize(
+        list(MODULES), nthreads=os.cpu_count() or 1, compiler_directives=DIRECTIVES, quiet=True
+    )
     if _is_gcc():
         _build(extensions, "-fprofile-generate")
         train(out)
         if not any(Path("objects").rglob("*.gcda")):
             raise TrainingError("what ran was noted nowhere")
-        _build(extensions, "-fprofile-use -fprofile-partial-training -fprofile-correction -Wno-missing-profile")
+        _build(
+            extensions,
+            "-fprofile-use -fprofile-partial-training -fprofile-correction -Wno-missing-profile",
+        )
     else:
         _build(extensions, "")
     shutil.rmtree("objects")
@@ -104,10 +127,16 @@ def main(out: Path) -> None:
 
 def _made_of() -> str:
     """What a build follows from, in a number: all that is copied, these scripts, interpreter and flags."""
-    digest = hashlib.sha256(f"{sys.version} {os.environ.get('CC')} {os.environ.get('CFLAGS')}".encode())
+    digest = hashlib.sha256(
+        f"{sys.version} {os.environ.get('CC')} {os.environ.get('CFLAGS')}".encode()
+    )
     there = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()]
-    copied = [path for path in there if path.suffix not in (".pyc", ".so")] + [ROOT / name for name in PROJECT]
-    for path in sorted([*copied, *(ROOT / "tools" / "compile").glob("*.py"), ROOT / "requirements-compile.lock"]):
+    copied = [path for path in there if path.suffix not in (".pyc", ".so")] + [
+        ROOT / name for name in PROJECT
+    ]
+    for path in sorted(
+        [*copied, *(ROOT / "tools" / "compile").glob("*.py"), ROOT / "requirements-compile.lock"]
+    ):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -38,7 +38,14 @@ NUMBERS = {
 FLOATS = {"policies.pricing.price._RequestTerms"}
 """Classes that hold nothing else."""
 
-HAS_NO_C_FORM = (ast.AsyncFunctionDef, ast.FunctionDef, ast.GeneratorExp, ast.Lambda, ast.Yield, ast.YieldFrom)
+HAS_NO_C_FORM = (
+    ast.AsyncFunctionDef,
+    ast.FunctionDef,
+    ast.GeneratorExp,
+    ast.Lambda,
+    ast.Yield,
+    ast.YieldFrom,
+)
 
 
 def declarations(module: str, project: Project) -> str:
@@ -56,8 +63,14 @@ def declarations(module: str, project: Project) -> str:
     if module in WORDS:
         lines.append(WORDS[module])
     else:
-        functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("_")]
-        lines += [kinds.signature(each) for each in _direct(functions, _handed_in({module}, project))]
+        functions = [
+            each
+            for each in tree.body
+            if isinstance(each, ast.FunctionDef) and each.name.startswith("_")
+        ]
+        lines += [
+            kinds.signature(each) for each in _direct(functions, _handed_in({module}, project))
+        ]
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -66,7 +79,11 @@ def _class(full: str, node: ast.ClassDef, kinds: Kinds, project: Project) -> Ite
     held = kinds.held(node) | NUMBERS.get(full, {})
     for attribute in slots(node) or ():
         yield f"    cdef public {'double' if full in FLOATS else held.get(attribute) or 'object'} {attribute}"
-    kin = {name: each for name, each in project.classes.items() if name != full and _related(node, each)}
+    kin = {
+        name: each
+        for name, each in project.classes.items()
+        if name != full and _related(node, each)
+    }
     # What two of a kin have is found by Python alone.
     but = {method.name for each in kin.values() for method in _functions(each)}
     for method in _direct(_functions(node), but | _handed_in({"", full, *kin}, project)):
@@ -98,7 +115,9 @@ def _direct(functions: list[ast.FunctionDef], but: Collection[str]) -> Iterator[
             or each.name.startswith("__")
             or each.decorator_list
             or (told.vararg or told.kwarg or told.kwonlyargs)
-            or any(isinstance(part, HAS_NO_C_FORM) or ast.unparse(part) == "super()" for part in inside)
+            or any(
+                isinstance(part, HAS_NO_C_FORM) or ast.unparse(part) == "super()" for part in inside
+            )
         ):
             yield each
 
@@ -123,7 +142,10 @@ class Kinds:
         for number, each in enumerate(arguments):
             plain = each.annotation is not None and ast.unparse(each.annotation) == "bytes"
             kind = "bytes" if plain else self.of(each.annotation) or "object"
-            told.append(f"{kind} {each.arg}" + ("" if number < len(arguments) - len(function.args.defaults) else "=*"))
+            told.append(
+                f"{kind} {each.arg}"
+                + ("" if number < len(arguments) - len(function.args.defaults) else "=*")
+            )
         return f"cpdef {self.of(function.returns) or 'object'} {function.name}({', '.join(told)})"
 
     def held(self, node: ast.ClassDef) -> dict[str, str]:
@@ -133,7 +155,9 @@ class Kinds:
             arguments = {each.arg: self.of(each.annotation) for each in method.args.args}
             for attribute, value in _assigned(method):
                 follows = arguments.get(value.id, "") if isinstance(value, ast.Name) else ""
-                found.setdefault(attribute, self.of(value.func) if isinstance(value, ast.Call) else follows)
+                found.setdefault(
+                    attribute, self.of(value.func) if isinstance(value, ast.Call) else follows
+                )
         for each in ast.walk(node):
             if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Attribute):
                 found[ast.unparse(each.target).removeprefix("self.")] = self.of(each.annotation)

@@ -44,17 +44,25 @@ def train(tree: Path) -> None:
     """
     with ExitStack() as running:
         plain, priced = (running.enter_context(_mocks(tree, 4)) for _ in range(2))
-        prefill, decode = (running.enter_context(_mocks(tree, 1, *HALF, role)) for role in ("prefill", "decode"))
+        prefill, decode = (
+            running.enter_context(_mocks(tree, 1, *HALF, role)) for role in ("prefill", "decode")
+        )
         config = Path(running.enter_context(TemporaryDirectory())) / "gateway.yaml"
         config.write_text(configuration(plain, priced, prefill, decode))
-        gateway = running.enter_context(_running(tree, "gateway", "serve", "--config", str(config), told_on="stderr"))
+        gateway = running.enter_context(
+            _running(tree, "gateway", "serve", "--config", str(config), told_on="stderr")
+        )
         asyncio.run(_ask(_heard(gateway.stderr)))
 
 
-def configuration(plain: list[str], priced: list[str], prefill: list[str], decode: list[str]) -> str:
+def configuration(
+    plain: list[str], priced: list[str], prefill: list[str], decode: list[str]
+) -> str:
     """Three ways to serve: the defaults, everything that prices, and pairs. Any file may be the access log."""
     split = {"dialect": SPLIT, "threshold_tokens": 64, "hysteresis": 0}
-    roles = [(url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls]
+    roles = [
+        (url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls
+    ]
     halves = [{"url": url, "role": role, "served_model": SERVED} for url, role in roles]
     beliefs = [{"url": url, "served_model": SERVED} for url in priced]
     return json.dumps({
@@ -77,14 +85,19 @@ def configuration(plain: list[str], priced: list[str], prefill: list[str], decod
 async def _ask(url: str) -> None:
     """Users who each wait for their answers before they ask again, until the mix is through."""
     bodies = iter(mix(random.Random(0)))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as users:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        asyncio.TaskGroup() as users,
+    ):
         for _ in range(USERS):
             users.create_task(_user(http, f"{url}/v1/chat/completions", bodies))
 
 
 async def _user(http: aiohttp.ClientSession, url: str, bodies: Iterator[bytes]) -> None:
     for body in bodies:
-        async with http.post(url, data=body, headers={"content-type": "application/json"}) as answer:
+        async with http.post(
+            url, data=body, headers={"content-type": "application/json"}
+        ) as answer:
             text = await answer.text()
             if answer.status not in (200, 429):
                 raise TrainingError(f"{answer.status}: {text}")
@@ -96,7 +109,10 @@ def mix(rng: random.Random) -> Iterator[bytes]:
     for number in range(REQUESTS):
         size = rng.choice(PROMPT_BYTES)
         prompt = rng.choice(trunks)[: size * 3 // 4] + f" {number} " + _text(rng, size // 4)
-        body: dict[str, Any] = {"model": rng.choice(MODELS), "messages": [{"role": "user", "content": prompt}]}
+        body: dict[str, Any] = {
+            "model": rng.choice(MODELS),
+            "messages": [{"role": "user", "content": prompt}],
+        }
         body["max_tokens"] = rng.choice((1, 16, 64))
         if number % 2:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -105,7 +121,19 @@ def mix(rng: random.Random) -> Iterator[bytes]:
 
 def _text(rng: random.Random, size: int) -> str:
     """So many bytes."""
-    words = ("the", "wheel", "turns", "where", "water", "falls,", "and\n", '"gate"', "of", "a", "penstock")
+    words = (
+        "the",
+        "wheel",
+        "turns",
+        "where",
+        "water",
+        "falls,",
+        "and\n",
+        '"gate"',
+        "of",
+        "a",
+        "penstock",
+    )
     return " ".join(rng.choices(words, k=size // 5 + 1))[:size]
 
 
@@ -118,10 +146,18 @@ def _mocks(tree: Path, count: int, *options: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _running(tree: Path, module: str, *options: str, told_on: str) -> Iterator[subprocess.Popen[str]]:
+def _running(
+    tree: Path, module: str, *options: str, told_on: str
+) -> Iterator[subprocess.Popen[str]]:
     """A module of the tree as a process, until the block is left."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {told_on: subprocess.PIPE}
-    command = [sys.executable, "-B", "-m", module, *options]  # no bytecode: what is shipped writes its own
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        module,
+        *options,
+    ]  # no bytecode: what is shipped writes its own
     with subprocess.Popen(command, cwd=tree, text=True, **streams) as process:  # noqa: S603
         try:
             yield process
@@ -136,6 +172,8 @@ def _heard(lines: Any) -> str:
     for line in lines:
         said.append(line)
         if found := _READY.search(line):
-            threading.Thread(target=lines.read, daemon=True).start()  # whatever else it says must not fill the pipe
+            threading.Thread(
+                target=lines.read, daemon=True
+            ).start()  # whatever else it says must not fill the pipe
             return found[1]
     raise TrainingError(f"the gateway ended before it listened: {''.join(said)}")

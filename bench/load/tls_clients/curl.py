@@ -21,11 +21,20 @@ def ask(stream: bool) -> tuple[Counter[str], list[str]]:
     """What one process got, and what was wrong with it."""
     url = f"{os.environ['URL']}/v1/chat/completions"
     command = ["curl", "-sS", "-N", "--max-time", "60", "--cacert", os.environ["CA"], "-w", END]
-    command += ["-H", "content-type: application/json", "-d", os.environ["STREAMED" if stream else "WHOLE"]]
-    done = subprocess.run([*command, *[url] * REQUESTS], capture_output=True, text=True, check=False)
+    command += [
+        "-H",
+        "content-type: application/json",
+        "-d",
+        os.environ["STREAMED" if stream else "WHOLE"],
+    ]
+    done = subprocess.run(
+        [*command, *[url] * REQUESTS], capture_output=True, text=True, check=False
+    )
     kind = "streamed" if stream else "whole"
     answers = done.stdout.split("\n--- 200\n")[:-1]
-    errors = [done.stderr.strip() or f"curl ended with {done.returncode}"] if done.returncode else []
+    errors = (
+        [done.stderr.strip() or f"curl ended with {done.returncode}"] if done.returncode else []
+    )
     counts = Counter({kind: 0, "failed": REQUESTS - len(answers)})
     for answer in answers:
         text = _text(stream, answer)
@@ -39,7 +48,9 @@ def _text(stream: bool, answer: str) -> str:
     try:
         if not stream:
             return str(json.loads(answer)["choices"][0]["message"]["content"])
-        events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")]
+        events = [
+            line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")
+        ]
         if events.pop() != "[DONE]":
             return "no [DONE]"
         choices = [choice for event in events for choice in json.loads(event)["choices"]]
@@ -54,7 +65,11 @@ def main() -> None:
         results = list(threads.map(ask, (bool(number % 2) for number in range(processes))))
     total: Counter[str] = sum((counts for counts, _ in results), Counter())
     errors = [error for _, each in results for error in each][:5]
-    print(json.dumps({kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}))
+    print(
+        json.dumps(
+            {kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def ask_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: li
     for begin in range(0, count, CLIENT_LASTS):
         http = openai.DefaultHttpxClient(verify=trust)
         url = f"{os.environ['URL']}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, http_client=http) as client:
+        with openai.OpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=60, http_client=http
+        ) as client:
             for number in range(begin, min(begin + CLIENT_LASTS, count)):
                 try:
                     text = ask(client, kinds[number % 2])
@@ -56,7 +58,11 @@ def main() -> None:
         thread.join()
     total: Counter[str] = sum((counts for counts, _ in results), Counter())
     errors = [error for _, each in results for error in each][:5]
-    print(json.dumps({kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}))
+    print(
+        json.dumps(
+            {kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -38,8 +38,25 @@ PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
 WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
 """By hand, that is: the others are compared with the code (tests/unit/tools/test_docgen.py)."""
-ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests", "tools", "bench")
-NOT_COMMANDS = {"--enable-prompt-tokens-details", "--load-format", "--enable-feature", "--ahead", "--functions"}
+ROOMS = (
+    "docs",
+    "gateway",
+    "policies",
+    "kvtransfer",
+    "mockgpu",
+    "planner",
+    "deploy",
+    "tests",
+    "tools",
+    "bench",
+)
+NOT_COMMANDS = {
+    "--enable-prompt-tokens-details",
+    "--load-format",
+    "--enable-feature",
+    "--ahead",
+    "--functions",
+}
 """Options in running text that belong to an engine, to Prometheus, or to a bench."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
 
@@ -68,9 +85,19 @@ def anchors(text: str) -> set[str]:
 def kept() -> set[str]:
     """Files and folders that a fresh checkout has: what was built beside them is not there for a newcomer. Without git
     they cannot be told apart, and all count."""
-    asked = ("git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard")
+    asked = (
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    )
     listed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
-    names = listed.stdout.splitlines() or map(str, (path.relative_to(ROOT) for path in ROOT.rglob("*")))
+    names = listed.stdout.splitlines() or map(
+        str, (path.relative_to(ROOT) for path in ROOT.rglob("*"))
+    )
     files = [Path(name) for name in names]
     return {str(path) for file in files for path in (file, *file.parents)}
 
@@ -107,10 +134,14 @@ def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
 
 def test_the_architecture_names_every_module_of_the_gateway_or_the_folder_that_it_is_in() -> None:
     page = PAGES["docs/architecture.md"]
-    below = [path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))]
+    below = [
+        path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))
+    ]
     told = set(re.findall(r"\b\w+\.py\b", page))
     folders = set(re.findall(r"`(\w+)/`(?!:)", page))  # with a colon its files follow
-    assert [str(path) for path in below if path.name not in told and path.parts[0] not in folders] == []
+    assert [
+        str(path) for path in below if path.name not in told and path.parts[0] not in folders
+    ] == []
 
 
 @cache
@@ -133,7 +164,9 @@ def is_code(word: str) -> bool:
 
 @each_written_page
 def test_everything_it_names_of_a_class_is_there(name: str) -> None:
-    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"[A-Z]\w+\.\w+", word))}
+    named = {
+        found[0] for word in inline(PAGES[name]) if (found := re.match(r"[A-Z]\w+\.\w+", word))
+    }
     assert sorted(word for word in named if not is_code(word)) == []
 
 
@@ -153,7 +186,9 @@ def typed(text: str) -> Iterator[str]:
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
     for block in blocks(text, "", "sh", "console"):
         for line in block.replace("\\\n", " ").splitlines():
-            if found := re.match(r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line):
+            if found := re.match(
+                r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line
+            ):
                 yield re.split(r"\s\d?[#>|&;]", found[1])[0].strip()
 
 
@@ -165,7 +200,10 @@ def test_every_command_it_shows_takes_these_options(name: str, line: str) -> Non
     called, *arguments = shlex.split(line)[1:]
     assert command(called) is not None
     there = str(ROOT / "README.md")
-    given = [there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", each) else each for each in arguments]
+    given = [
+        there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", each) else each
+        for each in arguments
+    ]
     if not given:  # the command is only spoken of
         return
     command(called).make_context(called, ["3" if each == "N" else each for each in given]).close()
@@ -188,7 +226,9 @@ def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
 def test_every_make_target_it_names_is_there(name: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     shown = "\n".join(blocks(PAGES[name], "", "sh"))
-    named = {found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z0-9-]+)", word))}
+    named = {
+        found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z0-9-]+)", word))
+    }
     named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
 
@@ -200,7 +240,10 @@ def test_every_make_target_it_names_is_there(name: str) -> None:
 def series() -> frozenset[str]:
     """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
     return frozenset(
-        re.findall(r"penstock_\w+", (Metrics().render() + page(Figures().readings(), exemplars=False)).decode())
+        re.findall(
+            r"penstock_\w+",
+            (Metrics().render() + page(Figures().readings(), exemplars=False)).decode(),
+        )
     )
 
 
@@ -209,7 +252,10 @@ def test_every_metric_it_names_is_told(name: str) -> None:
     named = set(re.findall(r"`(penstock_[a-z_]+)", PAGES[name]))
     families = {each for each in named if each.endswith("_")}
     assert sorted(named - families - series()) == []
-    assert sorted(each for each in families if not any(told.startswith(each) for told in series())) == []
+    assert (
+        sorted(each for each in families if not any(told.startswith(each) for told in series()))
+        == []
+    )
 
 
 @cache
@@ -220,7 +266,11 @@ def key_paths() -> frozenset[tuple[str, ...]]:
     def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if "$ref" in node:
             yield from below(schema["$defs"][node["$ref"].rsplit("/", 1)[-1]], way)
-        for inner in (*node.get("anyOf", ()), *filter(None, [node.get("items")]), node.get("additionalProperties")):
+        for inner in (
+            *node.get("anyOf", ()),
+            *filter(None, [node.get("items")]),
+            node.get("additionalProperties"),
+        ):
             if isinstance(inner, dict):
                 yield from below(inner, way)
         for inner in node.get("patternProperties", {}).values():
@@ -236,9 +286,20 @@ def key_paths() -> frozenset[tuple[str, ...]]:
 def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
     ends = {way[at:] for way in key_paths() for at in range(len(way))}
     sections = {way[-2] for way in key_paths() if len(way) > 1}
-    dotted = [word for word in inline(PAGES[name]) if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)]
-    ways = {word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each] for word in dotted}
-    named = {word: tuple(way) for word, way in ways.items() if way[0] in sections and way[-1] not in SUFFIXES}
+    dotted = [
+        word
+        for word in inline(PAGES[name])
+        if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)
+    ]
+    ways = {
+        word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each]
+        for word in dotted
+    }
+    named = {
+        word: tuple(way)
+        for word, way in ways.items()
+        if way[0] in sections and way[-1] not in SUFFIXES
+    }
     named = {word: way for word, way in named.items() if not is_code(word)}
     without_name = {
         word: way[:1] + way[2:] if len(way) > 2 else way for word, way in named.items()
@@ -269,18 +330,24 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize(("name", "block"), SNIPPETS)
-def test_every_configuration_it_shows_passes_the_check(name: str, block: str, tmp_path: Path) -> None:
+def test_every_configuration_it_shows_passes_the_check(
+    name: str, block: str, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("long-enough-for-everybody")
     if "tls/server.pem" in block:
         Authority(tmp_path / "tls").issue("server", "localhost")
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump(completed(part), file)
-    loaded = examine_text((tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ)
+    loaded = examine_text(
+        (tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ
+    )
     assert loaded.warnings == ()
 
 
-PYTHON = [(name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")]
+PYTHON = [
+    (name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")
+]
 
 
 @pytest.mark.parametrize(("name", "block"), PYTHON)
@@ -318,11 +385,17 @@ TOLD = {
 
 @pytest.mark.parametrize("rule", sorted(TOLD))
 def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
-    kinds = [each.params_type(rule) for each in (registry, admission_registry) if rule in each.names()]
-    defaults = {name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()}
+    kinds = [
+        each.params_type(rule) for each in (registry, admission_registry) if rule in each.names()
+    ]
+    defaults = {
+        name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()
+    }
     told = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
     assert told.keys() <= defaults.keys()
-    assert {name: float(value) for name, value in told.items()} == {name: defaults[name] for name in told}
+    assert {name: float(value) for name, value in told.items()} == {
+        name: defaults[name] for name in told
+    }
 
 
 @pytest.mark.parametrize(
@@ -333,8 +406,13 @@ def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
         ("docs/how-the-price-works.md", r"## The knobs.*", "priced"),
     ],
 )
-def test_a_table_of_parameters_has_all_of_them_and_their_defaults(page: str, section: str, rule: str) -> None:
+def test_a_table_of_parameters_has_all_of_them_and_their_defaults(
+    page: str, section: str, rule: str
+) -> None:
     part = re.search(section, PAGES[page], re.S)
     assert part
-    told = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)}
+    told = {
+        name: float(value)
+        for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)
+    }
     assert told == msgspec.structs.asdict(registry.params_type(rule)())

@@ -22,14 +22,20 @@ SPIKE, STORM = PLAN.window("spike"), PLAN.window("storm")
 PHASE = {phase.name: place for place, phase in enumerate(PHASES)}
 
 
-def tried(at_s: float, status: int = 200, took_s: float = 0.001, id: str = "", told_s: float | None = None) -> Try:
+def tried(
+    at_s: float, status: int = 200, took_s: float = 0.001, id: str = "", told_s: float | None = None
+) -> Try:
     return Try(at_s, at_s, at_s + took_s, status, id, told_s)
 
 
-def answered(*tries: Try, phase: str = "spike", ttft_s: float = 1.0, tpot_s: float = 0.1, tokens: int = 11) -> Knock:
+def answered(
+    *tries: Try, phase: str = "spike", ttft_s: float = 1.0, tpot_s: float = 0.1, tokens: int = 11
+) -> Knock:
     """A client whose last try was answered with so many tokens."""
     first_s = tries[-1].due_s + ttft_s
-    return Knock(0, PHASE[phase], [*tries], first_s, first_s + tpot_s * (tokens - 1), tokens, whole=True)
+    return Knock(
+        0, PHASE[phase], [*tries], first_s, first_s + tpot_s * (tokens - 1), tokens, whole=True
+    )
 
 
 def refused(*tries: Try, phase: str = "spike") -> Knock:
@@ -69,7 +75,9 @@ def test_refusals_at_the_door_are_told_from_those_after_waiting() -> None:
     assert (seen.shed.count, seen.shed.p50_ms, seen.waited.count) == (1, pytest.approx(2.0), 1)
     assert seen.refused == {"price": 1, "ttft": 1}
     assert seen.busy.p99_ms == pytest.approx(1.0)
-    assert next(bound for bound in seen.bounds() if bound.name.endswith("p50")).value == pytest.approx(1.5)
+    assert next(
+        bound for bound in seen.bounds() if bound.name.endswith("p50")
+    ).value == pytest.approx(1.5)
 
 
 def test_only_clients_that_were_told_a_time_count_as_coming_back() -> None:
@@ -92,7 +100,10 @@ def test_recovery_counts_everybody_let_in_then_over_those_who_are_new() -> None:
 
 def test_what_reaches_the_engines_is_related_to_clients_not_to_tries() -> None:
     at = STORM[0] + 1.0
-    knocks = [answered(tried(at, 429), tried(at + 0.4, 429), tried(at + 1.0), phase="storm"), refused(tried(1.0, 429))]
+    knocks = [
+        answered(tried(at, 429), tried(at + 0.4, 429), tried(at + 1.0), phase="storm"),
+        refused(tried(1.0, 429)),
+    ]
     seen = figures(PLAN, Knocks([], [], knocks), [], {}, 3)
     assert (seen.amplification, seen.tries) == (3.0, 3.0)
 
@@ -150,7 +161,9 @@ async def test_a_client_reads_an_answer_in_any_pieces_and_uses_its_connection_ag
 
 def test_how_long_bytes_lay_in_the_socket_is_known_from_the_kernels_stamp() -> None:
     stamp = STAMP.pack(1_700_000_000, 250_000_000)
-    assert age_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)], 1_700_000_000.3) == pytest.approx(0.05, abs=1e-6)
+    assert age_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)], 1_700_000_000.3) == pytest.approx(
+        0.05, abs=1e-6
+    )
     assert age_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)], 1_700_000_000.2) == 0.0
     assert age_s([], 1_700_000_000.3) == 0.0
 

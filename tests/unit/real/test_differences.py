@@ -12,7 +12,12 @@ def answer(*tokens: tuple[str, float]) -> Answer:
 
 
 def test_rounding_of_float32_is_no_difference() -> None:
-    assert differences(answer(("a", -3.0747004), ("b", -0.00001)), answer(("a", -3.0747018), ("b", 0.0))) == []
+    assert (
+        differences(
+            answer(("a", -3.0747004), ("b", -0.00001)), answer(("a", -3.0747018), ("b", 0.0))
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
