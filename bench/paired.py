@@ -130,7 +130,9 @@ def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path
             yield home
             return
         built = place.with_name(f"{place.name}-compiled")
-        command = [sys.executable, str(home / "deploy" / "compile.py"), str(built)]
+        command = [sys.executable, "-m", "tools.compile.compile", str(built)]
+        if not (home / "tools" / "compile").is_dir():  # a revision before the move to tools/
+            command = [sys.executable, str(home / "deploy" / "compile.py"), str(built)]
         subprocess.run(command, check=True, cwd=home)
         yield built
     finally:
@@ -146,7 +148,10 @@ def _print_instructions(*homes: Path) -> None:
     """The output of each tree's own bench/opcodes.py."""
     for name, home in zip(("old", "new"), homes, strict=True):
         print(f"instructions, {name}:", flush=True)
-        subprocess.run([sys.executable, "bench/opcodes.py"], check=True, cwd=home)
+        script = Path("bench", "opcodes.py")
+        if not (home / script).is_file():  # a revision before the move out of tests/
+            script = Path("tests") / script
+        subprocess.run([sys.executable, str(script)], check=True, cwd=home)
 
 
 def _options() -> argparse.Namespace:

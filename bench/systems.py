@@ -23,7 +23,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent
 BIN = HERE / "bin"
 PEERS_VENV = ROOT / ".venv-peers"
 PEERS = {"sglang-router": "0.3.2", "vllm-router": "0.1.17"}
@@ -214,8 +214,8 @@ def all_systems(base: int) -> list[System]:
 
 def compile_penstock() -> dict[str, str]:
     """Compiles our hot path as the image does, from the sources as they are now. Name -> reason where that fails."""
-    command = [sys.executable, str(ROOT / "deploy" / "compile.py"), str(COMPILED)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return (
         {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
     )

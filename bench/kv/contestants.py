@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
+ROOT = HERE.parent.parent
 PEERS = ROOT / "build" / "peers-kv"
 PEERS_PYTHON = PEERS / "venv" / "bin" / "python"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")

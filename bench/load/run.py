@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-ROOT = LOCUSTFILE.parent.parent.parent
+ROOT = Path(__file__).parents[2]
+LOCUSTFILE = ROOT / "tests" / "load" / "locustfile.py"
 READY_WITHIN_S = 30.0
 
 
