@@ -270,9 +270,9 @@ def summarize(figures: Figures, load: float) -> dict[str, Any]:
         "ttft_error": figures.ttft_error,
         "ttft_error_p50": figures.ttft_error_p50,
         "pick_us": figures.pick_us,
-        "offered": figures.build_traffic,
+        "offered": figures.offered,
         "worst_tenant": figures.worst_tenant,
-        "refused": figures.ends.get("shed", 0) / max(1, figures.build_traffic),
+        "refused": figures.ends.get("shed", 0) / max(1, figures.offered),
         "tenants": {
             name: [item.attainment, item.ttft_p50_s, item.ttft_p99_s]
             for name, item in figures.tenants.items()

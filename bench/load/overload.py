@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from bench.generate_load.overload_figures import Bound, Figures, figures
-from bench.generate_load.overload_house import READY_S, generate_load, run_fleet
-from bench.generate_load.overload_plan import POLICY, Plan, find_capacity_per_s
+
+from bench.load.overload_figures import Bound, Figures, figures
+from bench.load.overload_house import READY_S, generate_load, run_fleet
+from bench.load.overload_plan import POLICY, Plan, find_capacity_per_s
 
 MAX_RUNS = 5
 

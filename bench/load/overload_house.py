@@ -19,16 +19,16 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from bench.generate_load.overload_figures import Refusal
-from bench.generate_load.overload_load import (
+
+from bench.load.overload_figures import Refusal
+from bench.load.overload_load import (
     GRACE_S,
     NULL_EVERY_S,
     NULL_REQUESTS,
     ClientRecords,
     Stream,
 )
-from bench.generate_load.overload_plan import GROUP, SLO, SPEED, Plan
-
+from bench.load.overload_plan import GROUP, SLO, SPEED, Plan
 from bench.systems import pinned
 from tests.e2e import processes
 from tests.e2e.processes import ENV, Gateway

@@ -3,8 +3,8 @@
     python -m bench.load.restarts [--restarts 10] [--streams 40] [--shorts 4]
                                   [--only sigusr2|socket|workers]
 
-The modes: sigusr2, a gateway with its own sockets; socket, a gateway that systemd-socket-activate
-started; workers, a gateway with two workers. All processes listen on 127.0.0.1 and end with the run.
+The modes: sigusr2, a gateway with its own sockets; socket, a gateway started by
+systemd-socket-activate; workers, a gateway with two workers. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ pools:
   main:
     policy: prefix_aware
     admission: none
-    endpoints: [{{url: '{0}', name: a}}, {{url: '{1}', name: b}}, {{url: 'http://127.0.0.1:{dead}', name: dead}}]
+    endpoints:
+      - {{url: '{0}', name: a}}
+      - {{url: '{1}', name: b}}
+      - {{url: 'http://127.0.0.1:{dead}', name: dead}}
 health: {{backoff: 600s, backoff_max: 600s, timeout: 10s, progress: 60s}}
 timeouts: {{connect: 10s}}
 limits: {{idle_timeout: 5s}}

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 BIN_S = 10.0
-"""Length of a bin, of which only the lowest sample counts: requests cause peaks, leaks raise lows."""
+"""Only the lowest sample of each bin counts: requests cause peaks, but leaks raise the lows."""
 
 BLOCK = 6
 """Number of consecutive residuals to resample together, because neighbours are correlated."""

@@ -1,4 +1,4 @@
-"""`make slow`: compare four mock TP groups, one of them slow, with the three healthy ones over HTTP.
+"""`make slow`: compare four mock groups, one of them slow, with the three healthy ones over HTTP.
 
     python -m bench.load.slow_engine [--policy NAME]... [--case NAME]... [--seconds 30]
 
@@ -69,10 +69,8 @@ def main() -> int:
             result = run_case(policy, options, GROUPS, CASES[name])
             is_met = _meets_requirements(CASES[name], result, three)
             failed += not is_met
-            print(
-                f"{'' if is_met else 'FAILS '}{policy:<19} {name:<10} {_format_result(result, three)}",
-                flush=True,
-            )
+            text = _format_result(result, three)
+            print(f"{'' if is_met else 'FAILS '}{policy:<19} {name:<10} {text}", flush=True)
     print(f"{failed} cases failed" if failed else "all cases passed")
     return int(failed > 0)
 

@@ -1,4 +1,4 @@
-"""`make slow`: compare four groups, one of them slow, with the three healthy ones on a virtual clock.
+"""`make slow`: replay four groups, one of them slow, and the three healthy ones on a virtual clock.
 
     python -m bench.load.slow_replay [--seconds 300] [--seed 11]...
 

@@ -91,7 +91,7 @@ def prediction_errors(log: str) -> PredictionErrors | None:
 def run_virtual(
     policy: str, requests: list[TraceRequest], speed: float
 ) -> tuple[ClockResult, PredictionErrors]:
-    """Replay the trace on the virtual clock, with the live mocks' block size and known max_tokens."""
+    """Replay the trace on the virtual clock, with the block size and max_tokens of the live run."""
     spec = FleetSpec(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )
@@ -139,7 +139,8 @@ def main() -> int:
         worst = max(worst, abs(difference))
         spread = f"({min(replays):.4f} to {max(replays):.4f})"
         print(
-            f"{name:<10} virtual {expected:.4f} {spread}  live {result:.4f}  difference {difference:+.1%}"
+            f"{name:<10} virtual {expected:.4f} {spread}  live {result:.4f}  "
+            f"difference {difference:+.1%}"
         )
     for name, replays in zip(
         PredictionErrors._fields, zip(*(errors for _, errors in replicas), strict=True), strict=True

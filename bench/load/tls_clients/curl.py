@@ -1,6 +1,6 @@
-"""Sends requests by curl, half of them streamed, and prints what came of them as one line of JSON.
+"""Send requests by curl, half of them streamed, and print counts by outcome as a line of JSON.
 
-Each curl process sends a few on one connection.
+Each curl process sends several requests on one connection.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 REQUESTS = 5
-"""Of one process."""
+"""Requests per process."""
 
 END = "\n--- %{http_code}\n"
 
 
-def ask(stream: bool) -> tuple[Counter[str], list[str]]:
-    """What one process got, and what was wrong with it."""
+def run_curl(stream: bool) -> tuple[Counter[str], list[str]]:
+    """Run one curl process; return counts by outcome and errors."""
     url = f"{os.environ['URL']}/v1/chat/completions"
     command = ["curl", "-sS", "-N", "--max-time", "60", "--cacert", os.environ["CA"], "-w", END]
     command += [
@@ -40,7 +40,7 @@ def ask(stream: bool) -> tuple[Counter[str], list[str]]:
         text = _text(stream, answer)
         counts[kind if text == os.environ["EXPECTED"] else "failed"] += 1
         if text != os.environ["EXPECTED"]:
-            errors.append(f"another text: {text}")
+            errors.append(f"unexpected text: {text}")
     return counts, errors
 
 
@@ -62,9 +62,9 @@ def _text(stream: bool, answer: str) -> str:
 def main() -> None:
     processes = int(os.environ["COUNT"]) // REQUESTS
     with ThreadPoolExecutor(int(os.environ["THREADS"])) as threads:
-        results = list(threads.map(ask, (bool(number % 2) for number in range(processes))))
+        results = list(threads.map(run_curl, (bool(number % 2) for number in range(processes))))
     total: Counter[str] = sum((counts for counts, _ in results), Counter())
-    errors = [error for _, each in results for error in each][:5]
+    errors = [error for _, messages in results for error in messages][:5]
     print(
         json.dumps(
             {kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}
