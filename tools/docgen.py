@@ -1,6 +1,6 @@
-"""The reference pages, the configuration's schema, boards and rules, written from the code they describe: `make docs`.
+"""Generate the reference pages, the configuration's schema, dashboards and rules: `make docs`.
 
-A test compares the files with what this module would write, so they cannot fall behind.
+A test compares the files with the output of this module, so that they cannot be outdated.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gateway.workers.supervisor_metrics import Figures
 from policies import admission_registry, registry
 from tools.monitoring.files import files
 
-_MADE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
+_GENERATED = "<!-- Written by `make docs` from the code; do not edit. -->\n"
 
 
 def pages() -> Mapping[str, str]:
-    """Path from the root of the project -> text, of every file made here."""
+    """Return the text of every generated file by its path from the project's root."""
     return {
         "docs/reference/config.md": config_page(),
         "docs/reference/metrics.md": metrics_page(),
@@ -40,17 +40,17 @@ def pages() -> Mapping[str, str]:
 
 
 def config_page() -> str:
-    """Every section and key of the configuration file."""
+    """Return the page of all sections and keys of the configuration file."""
     schema = json_schema()
-    shown = [_MADE, _CONFIG_INTRO, _section("The file", Config.__doc__ or "", schema, schema)]
+    parts = [_GENERATED, _CONFIG_INTRO, _section("The file", Config.__doc__ or "", schema, schema)]
     for path, name in _sections("", schema, schema):
         definition = schema["$defs"][name]
-        shown.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
-    return "\n".join([*shown, _policies(), _admissions()])
+        parts.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
+    return "\n".join([*parts, _policies(), _admissions()])
 
 
 def metrics_page() -> str:
-    """Every metric with its labels and buckets."""
+    """Return the page of all metrics with their labels and buckets."""
     catalogue = (*Metrics().catalogue(), *Figures().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
@@ -59,17 +59,17 @@ def metrics_page() -> str:
         for spec in catalogue
         if spec.buckets
     )
-    shown_caps = _table(
+    caps_table = _table(
         ("label", "values at most"), [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())]
     )
     return "\n".join(
         [
-            _MADE,
+            _GENERATED,
             _METRICS_INTRO,
             table,
             "## Labels\n",
             _LABELS_INTRO,
-            shown_caps,
+            caps_table,
             "## Buckets\n",
             buckets,
             "",
@@ -78,7 +78,7 @@ def metrics_page() -> str:
 
 
 def _row(row: Row, specs: Sequence[Spec]) -> str:
-    """The families of one row of the boards."""
+    """Return the table of the families of one row of the dashboards."""
     rows = [
         (
             f"`{spec.name}`",
@@ -96,19 +96,19 @@ def _row(row: Row, specs: Sequence[Spec]) -> str:
 
 
 def cli_page() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of all commands with their arguments and options."""
     group: Any = typer.main.get_command(cli.app)
     context = group.make_context("penstock", ["version"], resilient_parsing=True)
-    shown = [_MADE, _CLI_INTRO]
+    parts = [_GENERATED, _CLI_INTRO]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        shown += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
-    return "\n".join(shown)
+        parts += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
+    return "\n".join(parts)
 
 
 def states_page() -> str:
-    """The table of a split request's life, state by state."""
-    shown = [_MADE, _STATES_INTRO]
+    """Return the page of a split request's states and transitions."""
+    parts = [_GENERATED, _STATES_INTRO]
     for state, (owner, deadline) in KEPT.items():
         rows = [
             (
@@ -117,16 +117,16 @@ def states_page() -> str:
                 row.state.replace("_", " "),
                 "; ".join(act.value for act in row.acts) or "nothing",
             )
-            for (at, event), row in TABLE.items()
-            if at is state
+            for (origin, event), row in TABLE.items()
+            if origin is state
         ]
-        shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
-        shown.append(_table(("event", "what has happened", "then", "due"), rows))
-    return "\n".join(shown)
+        parts.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
+        parts.append(_table(("event", "what has happened", "then", "due"), rows))
+    return "\n".join(parts)
 
 
 def main() -> None:
-    """Writes all of them; run from the root of the project."""
+    """Write all generated files below the working directory, the project's root."""
     for path, text in pages().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
@@ -135,7 +135,7 @@ def main() -> None:
 def _sections(
     path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(path as in the file, definition name) of every section below `definition`, each after the one that holds it."""
+    """Yield (path in the file, definition name) of all sections below `definition`, parents first."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
         if name and "properties" in schema["$defs"][name]:
@@ -145,7 +145,10 @@ def _sections(
 
 
 def _target(field: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The definition a field leads to, and what its path goes on with: [] for a list, .NAME for a mapping."""
+    """Return the definition that a field refers to, and the suffix of its path.
+
+    The suffix is [] for a list and .NAME for a mapping.
+    """
     if "$ref" in field:
         return str(field["$ref"]).rsplit("/", 1)[-1], ""
     for choice in field.get("anyOf", ()):
@@ -246,16 +249,16 @@ def _default(field: Mapping[str, Any], required: bool) -> str:
 
 
 def _policies() -> str:
-    table = _by_name(registry.names(), registry.params_type)
+    table = _rows_of_types(registry.names(), registry.params_type)
     return "## Policies\n\n" + _table(("policy", "picks", "parameters"), table)
 
 
 def _admissions() -> str:
-    table = _by_name(admission_registry.names(), admission_registry.params_type)
+    table = _rows_of_types(admission_registry.names(), admission_registry.params_type)
     return "## Admissions\n\n" + _table(("admission", "lets in", "parameters"), table)
 
 
-def _by_name(
+def _rows_of_types(
     names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]
 ) -> list[tuple[str, str, str]]:
     rows = []
@@ -268,17 +271,17 @@ def _by_name(
 
 def _options(command: Any) -> str:
     rows = []
-    for each in command.params:
-        if each.name == "help":
+    for param in command.params:
+        if param.name == "help":
             continue
-        names = ", ".join(f"`{name}`" for name in (*each.opts, *each.secondary_opts))
-        name = names if each.param_type_name == "option" else f"`{each.name.upper()}`"
-        silent = each.default is None or each.default is False or each.default in ("", ())
-        default = "" if silent or callable(each.default) else f"`{each.default}`"
-        meaning = getattr(each, "help", None) or ""
-        if getattr(each, "envvar", None):
-            meaning += f" Environment: `{each.envvar}`."
-        rows.append((name, "required" if each.required else default, meaning))
+        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+        name = names if param.param_type_name == "option" else f"`{param.name.upper()}`"
+        is_empty = param.default is None or param.default is False or param.default in ("", ())
+        default = "" if is_empty or callable(param.default) else f"`{param.default}`"
+        meaning = getattr(param, "help", None) or ""
+        if getattr(param, "envvar", None):
+            meaning += f" Environment: `{param.envvar}`."
+        rows.append((name, "required" if param.required else default, meaning))
     return _table(("argument or option", "default", "meaning"), rows) if rows else "No options.\n"
 
 
@@ -295,16 +298,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 _CONFIG_INTRO = """\
 # Configuration
 
-One YAML 1.2 file. `penstock check FILE` tells everything that is wrong with it, with line and column;
-`penstock schema` prints the JSON Schema for editors (`# yaml-language-server: $schema=...` as the first line).
-Sample files: `deploy/config/`.
+One YAML 1.2 file. `penstock check FILE` lists all errors in it with line and column.
+`penstock schema` prints the JSON Schema for editors (`# yaml-language-server: $schema=...` as the
+first line). Sample files: `deploy/config/`.
 
 - Durations carry a unit: `250ms`, `2s`, `1m30s` (us, ms, s, m, h, d). A bare number is refused.
 - Sizes carry a unit: `32MiB`, `1KB` (B; KB, MB, GB by 1000; KiB, MiB, GiB by 1024).
-- `${NAME}` is an environment variable, `${NAME:-default}` one with a default. `${file:/path}`, for secrets alone, is
-  the text of a file without its last newline; a relative path starts at the configuration's folder. `$${` is a
-  literal `${`.
-- Secrets never print: not in logs, not in `/config`, not in an error.
+- `${NAME}` is an environment variable, `${NAME:-default}` one with a default. `${file:/path}`, for
+  secrets only, is the text of a file without its last newline; a relative path starts at the
+  configuration's folder. `$${` is a literal `${`.
+- Secrets are never printed: not in logs, not in `/config`, not in an error.
 - An unknown key is an error, and so is a key given twice.
 """
 
@@ -312,33 +315,36 @@ _METRICS_INTRO = """\
 # Metrics
 
 `GET /metrics` on the admin port, in Prometheus' text format. Base units; counters end in `_total`.
-Observing one costs about 0.1 us (`bench/bench_metrics.py`). The standard `process_*` metrics are there
-too (CPU seconds, resident and virtual memory, file descriptors and their limit, start time). With `workers` they are
-sums over the workers and their supervisor; the start time is the supervisor's. A scraper that accepts
-`application/openmetrics-text` gets that format, with exemplars: every bucket of a family with exemplars
-names the newest request that fell into it, and its trace.
+An observation costs about 0.1 us (`bench/bench_metrics.py`). The standard `process_*` metrics are
+included (CPU seconds, resident and virtual memory, file descriptors and their limit, start time).
+With `workers` they are sums over the workers and their supervisor; the start time is the
+supervisor's. A scraper that accepts `application/openmetrics-text` gets that format, with
+exemplars: every bucket of a family with exemplars names its latest request, and the trace of that
+request.
 
-Series of an endpoint or a model have the label `pool` as well, looked up in the configuration at the scrape.
-The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
-series of several processes become one, "owner" which module below `gateway/` changes it. What `workers/supervisor.py`
-owns is there with `workers` alone.
+Series of an endpoint or a model also have the label `pool`, looked up in the configuration at the
+scrape. The tables are the rows of the dashboards in `deploy/grafana/` (docs/observability.md). The
+column "of workers" shows how series of several processes are combined, "owner" the module below
+`gateway/` that changes the metric. Metrics of `workers/supervisor.py` exist only with `workers`.
 """
 
 _LABELS_INTRO = """\
-A label that has shown as many values as it may says `other` for all further ones, so that a scrape stays bounded.
+A label that has reached its maximum number of values has the value `other` for all further ones.
+This bounds the size of a scrape.
 """
 
 _STATES_INTRO = """# States of a split request
 
-P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/disagg/state_machine.py`; `done`, `failed` and
-`gone` are ends. After `failed` comes another attempt, if the client has no byte yet and the retry budget allows it.
+P prefills, D decodes (docs/life-of-a-split-request.md). The table is
+`gateway/disagg/state_machine.py`; `done`, `failed` and `gone` are final. After `failed` there is
+another attempt, if the client has received no byte and the retry budget allows it.
 """
 
 _CLI_INTRO = """\
 # Command line
 
-`penstock COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong usage; `plan` has 3 besides, and what
-Ctrl-C ends early 130. `NO_COLOR` is honoured.
+`penstock COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by
+Ctrl-C; `plan` also uses 3. `NO_COLOR` is honoured.
 """
 
 

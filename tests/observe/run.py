@@ -31,8 +31,8 @@ from tests.unit.tools.monitoring.test_live_scrape import (
 )
 from tools.monitoring.dashboards import family_of
 from tools.monitoring.files import RULES, queries
-from tools.monitoring.grafana import limited
-from tools.monitoring.promql import asked, filled
+from tools.monitoring.grafana import filter_query
+from tools.monitoring.promql import fill_variables, find_selectors
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20
@@ -118,14 +118,16 @@ async def judged(home: House, halves: SplitHouse, port: int) -> int:
     excused: set[str] = set()
     unknown = asked_for = 0
     for where, query in queries().items():
-        sent = filled(limited(query, catalogue) if where.startswith("penstock-") else query, "10s")
+        sent = fill_variables(
+            filter_query(query, catalogue) if where.startswith("penstock-") else query, "10s"
+        )
         found = await answer_of(home.http, f"{url}/query", query=sent)
         asked_for += 1
         unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
         if not found:
             silent = {
                 each.name
-                for each in asked(query)
+                for each in find_selectors(query)
                 if family_of(each.name) in labelled and not seen[each.name]
             }
             excused |= silent

@@ -1,7 +1,7 @@
-"""What compiled modules are trained with: requests of every kind, so that the compiler learns what runs often.
+"""The training for profile-guided optimization: a compiled gateway serves a mix of requests.
 
-Lives here: mock TP groups, a gateway out of the compiled tree before them, a few users, and the mix they ask for. Not
-here: how the compiler notes what ran, and what it makes of that (tools/compile/compile.py).
+The mix has every kind of request, so that the profile shows which code runs often. Recording and
+using the profile is in tools/compile/compile.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import aiohttp
 REQUESTS = 2000
 USERS = 24
 PROMPT_BYTES = (120, 120, 120, 2_000, 8_000, 32_000, 130_000)
-SERVED = "demo-8b"  # as mock TP groups call what they serve
+SERVED = "demo-8b"  # the mock groups' model
 MODELS = (SERVED,) * 6 + ("priced", "split")
-TRUNKS = 8  # prompts of one size begin in so many ways
+TRUNKS = 8  # number of different beginnings of prompts
 ENDS_WITHIN_S = 300.0
 SPLIT = "vllm_nixl"
 HALF = ("--dialect", SPLIT, "--role")
@@ -34,13 +34,14 @@ _READY = re.compile(r"API (http://\S+)/v1")
 
 
 class TrainingError(Exception):
-    """Modules that were made to note what runs do not run, or note nothing; the message says how."""
+    """The instrumented modules do not run, answer wrongly, or write no profile."""
 
 
 def train(tree: Path) -> None:
-    """Has the gateway in `tree` serve the mix, and ends it as operators do, so that it writes what it noted.
+    """Run the gateway in `tree` with the mix, and end it by SIGTERM, so that it writes a profile.
 
-    Raises TrainingError when it does not start or answers wrongly, subprocess.TimeoutExpired when it does not end.
+    Raises TrainingError when the gateway does not start or answers wrongly, and
+    subprocess.TimeoutExpired when it does not end.
     """
     with ExitStack() as running:
         plain, priced = (running.enter_context(_mocks(tree, 4)) for _ in range(2))
@@ -50,21 +51,21 @@ def train(tree: Path) -> None:
         config = Path(running.enter_context(TemporaryDirectory())) / "gateway.yaml"
         config.write_text(configuration(plain, priced, prefill, decode))
         gateway = running.enter_context(
-            _running(tree, "gateway", "serve", "--config", str(config), told_on="stderr")
+            _running(tree, "gateway", "serve", "--config", str(config), output="stderr")
         )
-        asyncio.run(_ask(_heard(gateway.stderr)))
+        asyncio.run(_send_all(_read_url(gateway.stderr)))
 
 
 def configuration(
     plain: list[str], priced: list[str], prefill: list[str], decode: list[str]
 ) -> str:
-    """Three ways to serve: the defaults, everything that prices, and pairs. Any file may be the access log."""
+    """Build the configuration of three pools: defaults, pricing, and split requests."""
     split = {"dialect": SPLIT, "threshold_tokens": 64, "hysteresis": 0}
     roles = [
         (url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls
     ]
     halves = [{"url": url, "role": role, "served_model": SERVED} for url, role in roles]
-    beliefs = [{"url": url, "served_model": SERVED} for url in priced]
+    priced_endpoints = [{"url": url, "served_model": SERVED} for url in priced]
     return json.dumps({
         "version": 1,
         "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
@@ -75,15 +76,15 @@ def configuration(
         ],
         "pools": {
             "plain": {"endpoints": [{"url": url} for url in plain]},
-            "priced": {"policy": "priced", "admission": "priced", "endpoints": beliefs},
+            "priced": {"policy": "priced", "admission": "priced", "endpoints": priced_endpoints},
             "split": {"endpoints": halves},
         },
         "observability": {"access_log": "/dev/null"},
     })  # fmt: skip
 
 
-async def _ask(url: str) -> None:
-    """Users who each wait for their answers before they ask again, until the mix is through."""
+async def _send_all(url: str) -> None:
+    """Send the mix by users with one request at a time each."""
     bodies = iter(mix(random.Random(0)))
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
@@ -104,7 +105,7 @@ async def _user(http: aiohttp.ClientSession, url: str, bodies: Iterator[bytes]) 
 
 
 def mix(rng: random.Random) -> Iterator[bytes]:
-    """Requests as an SDK writes them."""
+    """Yield the bodies of the requests, formatted as by an SDK."""
     trunks = [_text(rng, max(PROMPT_BYTES)) for _ in range(TRUNKS)]
     for number in range(REQUESTS):
         size = rng.choice(PROMPT_BYTES)
@@ -120,7 +121,7 @@ def mix(rng: random.Random) -> Iterator[bytes]:
 
 
 def _text(rng: random.Random, size: int) -> str:
-    """So many bytes."""
+    """Return random text of `size` bytes."""
     words = (
         "the",
         "wheel",
@@ -139,25 +140,19 @@ def _text(rng: random.Random, size: int) -> str:
 
 @contextmanager
 def _mocks(tree: Path, count: int, *options: str) -> Iterator[list[str]]:
-    """The URLs of so many mock TP groups that are quicker than any engine."""
-    asked = ("--port", "0", "--groups", str(count), "--speed", "50", "--json", *options)
-    with _running(tree, "mockgpu", *asked, told_on="stdout") as process:
+    """Run `count` mock groups, much faster than real engines, and yield their URLs."""
+    arguments = ("--port", "0", "--groups", str(count), "--speed", "50", "--json", *options)
+    with _running(tree, "mockgpu", *arguments, output="stdout") as process:
         yield [json.loads(process.stdout.readline())["ready"] for _ in range(count)]
 
 
 @contextmanager
 def _running(
-    tree: Path, module: str, *options: str, told_on: str
+    tree: Path, module: str, *options: str, output: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A module of the tree as a process, until the block is left."""
-    streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {told_on: subprocess.PIPE}
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        module,
-        *options,
-    ]  # no bytecode: what is shipped writes its own
+    """Run a module of the tree as a process while the block runs; `output` is the piped stream."""
+    streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {output: subprocess.PIPE}
+    command = [sys.executable, "-B", "-m", module, *options]  # no bytecode files in the tree
     with subprocess.Popen(command, cwd=tree, text=True, **streams) as process:  # noqa: S603
         try:
             yield process
@@ -166,14 +161,13 @@ def _running(
             process.wait(ENDS_WITHIN_S)
 
 
-def _heard(lines: Any) -> str:
-    """The URL that the gateway says it listens at."""
-    said = []
+def _read_url(lines: Any) -> str:
+    """Read the gateway's output up to the URL that it listens on, and return the URL."""
+    output = []
     for line in lines:
-        said.append(line)
-        if found := _READY.search(line):
-            threading.Thread(
-                target=lines.read, daemon=True
-            ).start()  # whatever else it says must not fill the pipe
-            return found[1]
-    raise TrainingError(f"the gateway ended before it listened: {''.join(said)}")
+        output.append(line)
+        if match := _READY.search(line):
+            # Drain further output, so that the pipe does not fill.
+            threading.Thread(target=lines.read, daemon=True).start()
+            return match[1]
+    raise TrainingError(f"the gateway ended before it listened: {''.join(output)}")

@@ -16,7 +16,7 @@ from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_of
 from tools.monitoring.files import queries
-from tools.monitoring.promql import asked, grouped
+from tools.monitoring.promql import find_selectors, grouping_labels
 
 GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus adds to every series."""
@@ -91,7 +91,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     for name in rules.recorded():
         seen[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {each.name for each in asked(query)}
+        names = {each.name for each in find_selectors(query)}
         families = names if query in by_hand() else {family_of(name) for name in names}
         assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
         excused = (
@@ -99,13 +99,15 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
             if query in by_hand()
             else {name for name in names if not seen.get(name)}
         )
-        for each in asked(query):
+        for each in find_selectors(query):
             if each.name not in excused:
                 assert each.labels <= seen[each.name] | GIVEN, (
                     f"{where}: {each.labels - seen[each.name]}"
                 )
         if not names & excused:
-            assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
+            assert grouping_labels(query) <= set().union(*(seen[name] for name in names)) | GIVEN, (
+                where
+            )
     for name in WITHOUT_A_CHILD:
         assert not seen[name], f"{name} has children now: it needs no excuse any more"
 
