@@ -135,7 +135,7 @@ def main() -> None:
 def _sections(
     path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path in the file, definition name) of all sections below `definition`, parents first."""
+    """Yield (path in the file, definition name) of the sections in `definition`, parents first."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
         if name and "properties" in schema["$defs"][name]:

@@ -177,7 +177,7 @@ class CTypes:
         )
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C classes of a class's attributes, by annotation or by the first assignment."""
+        """Return the C classes of a class's attributes, by annotation or first assignment."""
         types: dict[str, str] = {}
         for method in _functions(node):
             arguments = {each.arg: self.of(each.annotation) for each in method.args.args}
