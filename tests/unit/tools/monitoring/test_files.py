@@ -42,10 +42,8 @@ def families() -> set[str]:
 def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     rows = [row for board in BOARDS for row in board.rows]
     assert sorted(rows) == sorted(Row)
-    asked_for = {
-        family_of(each.name) for query in queries().values() for each in find_selectors(query)
-    }
-    assert families() <= asked_for
+    used = {family_of(each.name) for query in queries().values() for each in find_selectors(query)}
+    assert families() <= used
 
 
 def test_every_series_of_a_query_is_in_the_catalogue() -> None:
@@ -130,7 +128,8 @@ def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runboo
         assert rule["labels"]["severity"] in ("page", "ticket")
     ttft = next(rule for rule in alerts if rule["alert"] == "PenstockTtftBurn")
     assert ttft["expr"] == (
-        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
+        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and '
+        'penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
     )
 
 
@@ -216,7 +215,8 @@ def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label
         '+ penstock_y{job=~"$job", pool=~"$pool"}'
     )
     assert fill_variables(query, "10s") == (
-        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + penstock_y{job=~".*", pool=~".*"}'
+        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + '
+        'penstock_y{job=~".*", pool=~".*"}'
     )
 
 
@@ -261,7 +261,7 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
 
 
 def test_the_retry_budget_alert_needs_requests() -> None:
-    """An idle gateway with a floor of 0 has no retries left, which is no problem."""
+    """An idle gateway with a floor of 0 has no retries left, and no need for them."""
     (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
