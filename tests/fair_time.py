@@ -1,10 +1,10 @@
 """Upper bounds on durations that hold on a busy machine.
 
-Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the process
-had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time in which
-a process was ready to run without a CPU is subtracted (Linux counts it). Time stolen by the host of
-a virtual machine is unknown, so one of several tries has to meet the bound. Lower bounds need no
-help: use the wall clock.
+Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the
+process had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time
+in which a process was ready to run without a CPU is subtracted (Linux counts it). Time stolen by
+the host of a virtual machine is unknown, so one of several tries has to meet the bound. For lower
+bounds, use the wall clock.
 """
 
 from __future__ import annotations

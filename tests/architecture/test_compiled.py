@@ -1,5 +1,7 @@
-"""What tools/compile/compile.py, tools/compile/classes.py and tools/compile/declarations.py make of the sources: modules exist, classes become C classes,
-and what Cython is told of them follows from what stands there. What tools/compile/training.py asks for is served."""
+"""The build of compiled modules: existing modules, correct C classes and declarations, valid training.
+
+Tests tools/compile.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`make observe`: check with a real Prometheus that every query of dashboards and rules returns data.
+"""`make observe`: check with a real Prometheus that queries of dashboards and rules return data.
 
-Prometheus scrapes two gateways with mock groups every second during light traffic. One has faults, a
-full queue and a rejected configuration; the other splits requests. Then every query of every panel
-and rule is sent. This takes half a minute and needs Debian's package, so it is not part of
+Prometheus scrapes two gateways with mock groups every second during light traffic. One has faults,
+a full queue and a rejected configuration; the other splits requests. Then every query of every
+panel and rule is sent. This takes half a minute and needs Debian's package, so it is not part of
 `make test`.
 """
 
@@ -95,7 +95,7 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
 
 
 async def traffic(home: House, halves: SplitHouse) -> None:
-    """Cause every kind of event first, so that all series exist, and then send ordinary requests."""
+    """Cause every kind of event, so that all series exist, and then send ordinary requests."""
     await cause_every_event(home)
     for member in home.groups:
         member.faults.set("")

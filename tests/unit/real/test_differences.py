@@ -1,4 +1,4 @@
-"""How answers of real engines are compared: tokens exactly, logprobs to 4 digits."""
+"""Comparison of answers of real engines: tokens exactly, logprobs to 4 digits."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_rounding_of_float32_is_no_difference() -> None:
     ],
     ids=["logprob", "token", "none", "longer", "nan"],
 )
-def test_another_token_count_or_fourth_digit_is_one(other: Answer) -> None:
+def test_another_token_length_or_fourth_digit_is_a_difference(other: Answer) -> None:
     assert len(differences(answer(("a", -3.0747004)), other)) == 1
