@@ -35,7 +35,7 @@ def main() -> int:
     if options.ahead:
         _take_priority()
     rate = options.capacity or find_capacity_per_s()
-    print(f"capacity besides the open streams: {rate:.2f} requests/s (virtual clock)", flush=True)
+    print(f"capacity without the open streams: {rate:.2f} requests/s (virtual clock)", flush=True)
     runs = []
     for number in range(options.runs):
         runs.append(run_phases(options.admission, options.policy, rate, options.seed + number))

@@ -437,7 +437,7 @@ def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() 
     assert told == [True, False]
 
 
-def test_a_pool_may_say_that_it_discovers_nobody() -> None:
+def test_a_pool_with_discover_null_needs_no_role() -> None:
     values = {
         "config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}},
         "discovery": {"enabled": True},
@@ -445,8 +445,8 @@ def test_a_pool_may_say_that_it_discovers_nobody() -> None:
     assert role_rules(values).keys() == {"llm"}
 
 
-def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
-    """Whatever the release is called; and the operator's own label `endpoint` would hide an engine's name."""
+def test_scraped_series_have_the_job_and_labels_that_the_alerts_need() -> None:
+    """The job does not depend on the release's name, and no target label hides `endpoint`."""
     monitor = find_object("ServiceMonitor", FULL)["spec"]
     (service,) = [
         item

@@ -76,13 +76,13 @@ def declarations(module: str, project: Project) -> str:
         lines.append(HANDWRITTEN[module])
     else:
         functions = [
-            each
-            for each in tree.body
-            if isinstance(each, ast.FunctionDef) and each.name.startswith("_")
+            statement
+            for statement in tree.body
+            if isinstance(statement, ast.FunctionDef) and statement.name.startswith("_")
         ]
         lines += [
-            c_types.signature(each)
-            for each in _c_functions(functions, _used_as_values({module}, project))
+            c_types.signature(function)
+            for function in _c_functions(functions, _used_as_values({module}, project))
         ]
     return "\n".join([*lines, ""]) if lines else ""
 
@@ -115,7 +115,7 @@ def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
 
 
 def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    return [item for item in node.body if isinstance(item, ast.FunctionDef)]
 
 
 def _used_as_values(containers: Collection[str], project: Project) -> set[str]:
@@ -134,18 +134,21 @@ def _c_functions(
     These have no special name, no decorator and no keyword-only arguments, and contain no closures
     or generators.
     """
-    for each in functions:
-        arguments, inside = each.args, [part for part in ast.walk(each) if part is not each]
+    for function in functions:
+        arguments, inside = (
+            function.args,
+            [part for part in ast.walk(function) if part is not function],
+        )
         if not (
-            each.name in excluded
-            or each.name.startswith("__")
-            or each.decorator_list
+            function.name in excluded
+            or function.name.startswith("__")
+            or function.decorator_list
             or (arguments.vararg or arguments.kwarg or arguments.kwonlyargs)
             or any(
                 isinstance(part, HAS_NO_C_FORM) or ast.unparse(part) == "super()" for part in inside
             )
         ):
-            yield each
+            yield function
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,11 @@ class CTypes:
         """Return the C signature of a function; only bytes and C classes have their own type."""
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []
-        for number, each in enumerate(arguments):
-            plain = each.annotation is not None and ast.unparse(each.annotation) == "bytes"
-            kind = "bytes" if plain else self.of(each.annotation) or "object"
+        for number, argument in enumerate(arguments):
+            plain = argument.annotation is not None and ast.unparse(argument.annotation) == "bytes"
+            kind = "bytes" if plain else self.of(argument.annotation) or "object"
             declared.append(
-                f"{kind} {each.arg}"
+                f"{kind} {argument.arg}"
                 + ("" if number < len(arguments) - len(function.args.defaults) else "=*")
             )
         return (
@@ -180,15 +183,19 @@ class CTypes:
         """Return the C classes of a class's attributes, by annotation or first assignment."""
         types: dict[str, str] = {}
         for method in _functions(node):
-            arguments = {each.arg: self.of(each.annotation) for each in method.args.args}
+            arguments = {
+                argument.arg: self.of(argument.annotation) for argument in method.args.args
+            }
             for attribute, value in _assignments(method):
                 follows = arguments.get(value.id, "") if isinstance(value, ast.Name) else ""
                 types.setdefault(
                     attribute, self.of(value.func) if isinstance(value, ast.Call) else follows
                 )
-        for each in ast.walk(node):
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Attribute):
-                types[ast.unparse(each.target).removeprefix("self.")] = self.of(each.annotation)
+        for statement in ast.walk(node):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Attribute):
+                types[ast.unparse(statement.target).removeprefix("self.")] = self.of(
+                    statement.annotation
+                )
         return types
 
 
