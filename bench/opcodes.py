@@ -30,10 +30,21 @@ sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
 from gateway.config import load
+from gateway.http.fast_connection import Front
+from gateway.http.upstream import Connection
+from gateway.http.write_queue import Outbox
+from gateway.telemetry.accounting import Accounts
 
 CALLBACKS = frozenset(
-    ("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle")
+    function.__qualname__
+    for function in (
+        Front.data_received,
+        Connection.data_received,
+        Outbox._turn,
+        Accounts.settle,
+    )
 )
+"""Qualified names of the event loop's callbacks whose instructions count."""
 WARM_UP, COUNTED = 32, 33
 SHORT, LONG = 4, 24
 """Chunks of two streams: the difference between their counts is the cost of the extra chunks."""
