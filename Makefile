@@ -1,7 +1,6 @@
-# Everything a newcomer needs: `make demo` and `make test`. Both do all the set-up, in .venv and nowhere else; the tests
-# need curl and redis-server besides.
-# Runtime dependencies are locked in requirements.lock, what compiles in requirements-compile.lock, everything together with
-# what is for development in requirements-dev.lock (`make lock`).
+# Start with `make demo` and `make test`. Both set up .venv and change nothing else on the machine.
+# The tests also need curl and redis-server. `make lock` writes the lock files: requirements.lock
+# for running, requirements-compile.lock for compiling, requirements-dev.lock for development.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,137 +29,137 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
-help: ## what there is
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.runtime ## mock TP groups and the gateway, no GPU; options: make demo DEMO="--groups 6 --port 9080"
+demo: $(VENV)/.runtime ## run mock TP groups and a gateway, no GPU needed; options: make demo DEMO="--groups 6 --port 9080"
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
-test: check ## every check and every test that needs no target of its own; CI runs it and rdma (TESTS="tests/unit -k room": only those)
+test: check ## run all checks and tests without a target of their own (TESTS="tests/unit -k queue": only these)
 	@sh tests/both.sh $(PY) $(TESTS)
 
-check: $(VENV)/.dev ## style, types, and which room may import which
+check: $(VENV)/.dev ## check style, types and the imports between packages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest tests/architecture
 
-unit: $(VENV)/.dev ## unit and property tests alone
+unit: $(VENV)/.dev ## run unit, property and contract tests
 	$(PY) -m pytest tests/unit tests/property tests/contract
 
-e2e: $(VENV)/.dev ## whole processes against each other
+e2e: $(VENV)/.dev ## run tests of whole processes
 	$(PY) -m pytest tests/e2e
 
-rdma: $(VENV)/.dev build/rdma/initrd.gz ## KV transfer over real RDMA verbs, in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
+rdma: $(VENV)/.dev build/rdma/initrd.gz ## test KV transfer over RDMA verbs in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
 	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
 
-kv-trials: $(VENV)/.dev ## 10,000 seeded faults of KV transfer over inproc, shm, tcp and its lanes (TRIALS="--trials 500 --seed 7")
+kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transports (TRIALS="--trials 500 --seed 7")
 	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)lanes)
 
-bench: $(VENV)/.dev ## this gateway and its peers on the same load, in alternation (docs/performance.md)
+bench: $(VENV)/.dev ## compare this gateway with its peers under the same load (docs/performance.md)
 	$(PY) bench/peers.py
 
-compiled: $(VENV)/.dev ## the hot path through Cython, as the image has it, into build/compiled (needs cc and Python's headers)
+compiled: $(VENV)/.dev ## compile the request path with Cython, as for the image, into build/compiled (needs cc)
 	$(PY) -m tools.compile.compile build/compiled
 
-test-compiled: compiled ## unit, component and SDK tests on the compiled modules
+test-compiled: compiled ## run unit, property and SDK tests on the compiled modules
 	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
 
-bench-paired: $(VENV)/.dev ## CPU per request and chunk beside an older revision, in alternation (BASE=main~20; PAIRED="--pairs 40")
+bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an older revision (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) bench/paired.py $(BASE) $(PAIRED)
 
-bench-tls: $(VENV)/.dev ## CPU per request, chunk and new connection: the gateway and nginx, plain and with TLS, in alternation (BENCH_TLS="--compiled")
+bench-tls: $(VENV)/.dev ## measure the CPU cost of TLS for the gateway and nginx (BENCH_TLS="--compiled")
 	$(PY) bench/tls_cost.py $(BENCH_TLS)
 
-bench-kv: $(VENV)/.dev ## KV transfers: ours beside NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
+bench-kv: $(VENV)/.dev ## compare our KV transfers with NIXL, Mooncake, raw TCP and memcpy (docs/performance.md)
 	@$(PY) -c "import cryptography" 2>/dev/null || $(PY) -m pip install -q "cryptography>=45"
 	$(PY) bench/kv/bench_kv.py
 
-bench-split: $(VENV)/.dev ## the gateway's CPU for a split request beside that for a whole one
+bench-split: $(VENV)/.dev ## compare the gateway's CPU for split requests with that for whole ones
 	$(PY) bench/split.py
 
-goodput: $(VENV)/.dev ## every policy at, below and beyond capacity on a virtual clock, into docs/goodput.md (TRACES=FOLDER of recorded traces; GOODPUT="--quick")
+goodput: $(VENV)/.dev ## measure the goodput of every policy, into docs/goodput.md (TRACES=FOLDER; GOODPUT="--quick")
 	@test -n "$(TRACES)" || { echo "make goodput needs the recorded traces: make goodput TRACES=FOLDER" >&2; exit 1; }
 	$(PY) bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
 
-observe: $(VENV)/.dev ## boards and alert rules against the real Prometheus (Debian's package, unpacked into build/; 2 minutes)
+observe: $(VENV)/.dev ## test dashboards and rules with a real Prometheus (Debian's, unpacked into build/; 2 minutes)
 	@sh deploy/prometheus/install.sh build/prometheus
 	build/prometheus/usr/bin/promtool check rules deploy/prometheus/penstock.rules.yml
 	build/prometheus/usr/bin/promtool test rules deploy/prometheus/tests.yml
 	$(PY) -m tests.observe.run --prometheus build/prometheus/usr/bin/prometheus
 
-real: $(VENV)/.dev ## the gateway before two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
+real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real
 	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/model
 	$(PY) -m pytest tests/real
 
-deploy-check: $(VENV)/.dev ## deploy/ by Helm, Kubernetes' schemas and linters, and streams through nginx and HAProxy (0.5 GB)
+deploy-check: $(VENV)/.dev ## check deploy/ by Helm, Kubernetes' schemas and linters; test nginx and HAProxy (0.5 GB)
 	@sh deploy/tools.sh $(PY) build/deploy-tools
 	$(PY) -m pytest tests/deploy
 
-web: $(VENV)/.dev ## the live page in headless Chromium (Debian's; pictures of it go to build/web)
+web: $(VENV)/.dev ## test the live page in headless Chromium (Debian's; screenshots in build/web)
 	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install -q "playwright>=1.50"
 	$(PY) -m pytest tests/web
 
-load: $(VENV)/.dev ## locust against a fleet of its own
+load: $(VENV)/.dev ## run locust against mock TP groups and a gateway
 	$(PY) -m bench.load.run
 
-policies: $(VENV)/.dev ## the Mooncake trace through every policy over real HTTP (nine minutes)
+policies: $(VENV)/.dev ## replay the Mooncake trace through every policy over HTTP (nine minutes)
 	$(PY) -m bench.load.policies_live
 
-slow: $(VENV)/.dev ## four groups, one of them slow, beside the other three alone: every policy on the virtual clock and over HTTP, 40 min (docs/slow-engines.md)
+slow: $(VENV)/.dev ## compare four groups, one slow, with three healthy ones (40 minutes; docs/slow-engines.md)
 	$(PY) -m bench.load.slow_replay
 	$(PY) -m bench.load.slow_engine
 
-gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minutes without Redis (docs/several-gateways.md)
+gateways: $(VENV)/.dev ## test two gateways with shared state, and ten minutes without Redis (docs/several-gateways.md)
 	$(PY) -m bench.load.shared_view --outage 600
 
-restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
+restarts: $(VENV)/.dev ## restart a gateway ten times under load with open streams (docs/restart.md)
 	$(PY) -m bench.load.restarts $(RESTARTS)
 
-attacks: $(VENV)/.dev ## what each attack costs everyone else: latency without and with it, and memory (fifteen minutes; ATTACKS="--only heads")
+attacks: $(VENV)/.dev ## measure what each attack costs other clients (15 minutes; ATTACKS="--only heads")
 	$(PY) -m bench.load.attack_cost $(ATTACKS)
 
-tls: $(VENV)/.dev ## curl, openai SDK, Java and Node over TLS while certificates are exchanged: 6,000 requests, 0 may fail (two minutes; TLS="--only curl")
+tls: $(VENV)/.dev ## test curl, openai SDK, Java and Node over TLS with rotating certificates (TLS="--only curl")
 	$(PY) -m bench.load.tls $(TLS)
 
-soak: $(VENV)/.dev ## twenty minutes of load and churn, and what is left of it (SOAK="--minutes 2 --warm-up 1"; docs/performance.md)
+soak: $(VENV)/.dev ## run load and faults for 20 minutes and check for leaks (SOAK="--minutes 2 --warm-up 1")
 	$(PY) -m bench.load.soak $(SOAK)
 
-overload: $(VENV)/.dev ## twice capacity over HTTP with 600 open streams, and what must hold (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
+overload: $(VENV)/.dev ## test twice capacity with 600 open streams (four minutes; OVERLOAD="--runs 3"; docs/admission.md)
 	$(PY) -m bench.load.overload $(OVERLOAD)
 
-isolation: $(VENV)/.dev ## whether a tenant can tell another's prompts: mocks, or a real vLLM (ISOLATION="--real --words 200"; docs/tenants.md)
+isolation: $(VENV)/.dev ## test whether a tenant can detect another's prompts (ISOLATION="--real --words 200"; docs/tenants.md)
 	$(PY) -m bench.load.tenant_isolation $(ISOLATION)
 
-clocks: $(VENV)/.dev ## five minutes of the trace live and on the virtual clock, side by side (docs/replay.md)
+clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the virtual clock (docs/replay.md)
 	$(PY) -m bench.load.two_clocks
 
-docs: $(VENV)/.runtime ## the reference pages, from the code
+docs: $(VENV)/.runtime ## generate the reference pages, dashboards and rules from the code
 	$(PY) -m tools.docgen
 
-lock: $(VENV)/.dev ## new locks from pyproject.toml (needs the network)
+lock: $(VENV)/.dev ## update the lock files from pyproject.toml (needs the network)
 	sh deploy/lock.sh $(PYTHON)
 
-clean: ## remove what make made
+clean: ## remove everything that make creates
 	rm -rf $(VENV) .venv-peers build bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
 
-# The stamps: set-up happens once, and again when a lock or pyproject.toml changes.
+# Stamp files: the set-up runs once, and again when a lock or pyproject.toml changes.
 $(VENV)/bin/python:
 	@sh deploy/venv.sh $(PYTHON) $(VENV)
 
 $(VENV)/.runtime: requirements.lock pyproject.toml | $(VENV)/bin/python
-	@echo "Installing what Penstock needs into $(VENV) (once)"
+	@echo "Installing the dependencies of Penstock into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements.lock
 	@$(PY) -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
-	@echo "Installing what the tests need into $(VENV) (once)"
+	@echo "Installing the dependencies of the tests into $(VENV) (once)"
 	@$(PY) -m pip install -q --require-hashes -r requirements-dev.lock
 	@touch $@
 
-# What the guest boots from: Debian's kernel and a few modules.
+# The guest's boot image: Debian's kernel and a few modules.
 build/rdma/initrd.gz: deploy/rdma/build.sh deploy/rdma/init
 	@sh deploy/rdma/build.sh build/rdma

@@ -1,11 +1,13 @@
-/* A static OpenAI-speaking HTTP/1.1 server: canned answers on several ports, one thread, one epoll.
+/* A static OpenAI-compatible HTTP/1.1 server: canned answers on several ports by one epoll loop.
  *
- * It stands in for TP groups when a gateway is measured, so it does as little as it can: no JSON is parsed. A body holding
- * "stream":true gets server-sent events in HTTP chunks, one that asks for a remote decode what vLLM answers to a prefill over NIXL, any
- * other POST a small chat completion. The pace of a stream is set on the
- * command line, or per request by a note in the prompt (which every gateway passes on, as opposed to unknown fields and headers):
+ * It replaces TP groups in measurements of gateways, so it does as little as possible and parses no
+ * JSON. A body with "stream":true gets server-sent events in HTTP chunks. A body that requests a remote
+ * decode gets vLLM's answer to a prefill over NIXL. Any other POST gets a small chat completion.
+ *
+ * The pace of a stream is set on the command line, or per request by a note in the prompt, which every
+ * gateway forwards, unlike unknown fields and headers:
  *     @bench chunks=300 every_us=10000 first_us=5000 burst=1 join=0@
- * burst = chunks sent back to back at each beat; join=1 sends a beat's chunks in one write, join=0 each in its own.
+ * burst: chunks per beat; join=1 sends the chunks of a beat in one write, join=0 in separate ones.
  *
  *     backend --port 19000 --ports 4 [--chunks N] [--every-us D] [--first-us F] [--burst B] [--join 0|1]
  */
@@ -140,7 +142,8 @@ static void watch(conn_t *c, uint32_t events) {
     epoll_ctl(ep, EPOLL_CTL_MOD, c->fd, &ev);
 }
 
-/* Sends now what the socket takes and keeps the rest. False when the peer is gone (the connection is dropped by the caller). */
+/* Send what the socket accepts and keep the remainder. Returns false when the peer has closed; the
+ * caller then drops the connection. */
 static bool flush_out(conn_t *c) {
     while (c->sent < c->out.len) {
         ssize_t n = send(c->fd, c->out.at + c->sent, c->out.len - c->sent, MSG_NOSIGNAL);
@@ -154,7 +157,7 @@ static bool flush_out(conn_t *c) {
 
 static bool say(conn_t *c, const bytes_t *b) { put(&c->out, b->at, b->len); return flush_out(c); }
 
-/* One beat of a stream: the role with the first token, then tokens, then finish, usage and [DONE] with the last. */
+/* Send one beat of a stream. The first has the role, the last has finish, usage and [DONE]. */
 static bool beat(conn_t *c) {
     if (!c->begun) put(&c->out, role_chunk.at, role_chunk.len);
     c->begun = true;
@@ -230,18 +233,20 @@ static bool answer_get(conn_t *c, const char *path) {
     return flush_out(c);
 }
 
-/* Answers every complete request in the buffer; false when the connection must go. */
+/* Answer every complete request in the buffer; returns false when the connection must be closed. */
 static bool serve_buffer(conn_t *c) {
     while (c->in.len && !c->streaming) {
         char *end = memmem(c->in.at, c->in.len, "\r\n\r\n", 4);
         if (!end) return c->in.len < 65536;
         end += 4;
         const char *length = header(c->in.at, end, "content-length:");
-        if (header(c->in.at, end, "transfer-encoding:")) return false; /* no gateway measured here sends one */
+        /* No measured gateway sends chunked requests. */
+        if (header(c->in.at, end, "transfer-encoding:")) return false;
         size_t body = length ? strtoull(length, NULL, 10) : 0, head = end - c->in.at;
         if (c->in.len < head + body) return room(&c->in, head + body - c->in.len), true;
         bool post = memcmp(c->in.at, "POST ", 5) == 0;
-        if (!post && memcmp(c->in.at, "GET ", 4)) return false; /* sglang-router first tries the HTTP/2 preface of gRPC */
+        /* sglang-router first tries gRPC, which begins with the HTTP/2 preface. */
+        if (!post && memcmp(c->in.at, "GET ", 4)) return false;
         if (!(post ? answer_post(c, end, body) : answer_get(c, c->in.at + 4))) return false;
         memmove(c->in.at, c->in.at + head + body, c->in.len - head - body);
         c->in.len -= head + body;

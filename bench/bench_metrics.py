@@ -1,4 +1,4 @@
-"""What observing costs: microseconds per histogram observation and per counter increment.
+"""Measure the cost of metrics: histogram observations, counter increments and one scrape.
 
 Run: python bench/bench_metrics.py
 """
@@ -19,14 +19,16 @@ ROUNDS = 200_000
 
 
 def main() -> None:
-    """Prints the median of seven runs of each, and the time of one scrape with 64 endpoints."""
+    """Print the median of seven runs of each call, and the time of a scrape with 64 endpoints."""
     metrics = Metrics()
     ttft = metrics.ttft_seconds.labels("demo-8b", "127.0.0.1:9000")
     counter = metrics.bytes_out_total
     for name, call in {
         "histogram.observe": lambda: ttft.observe(0.213),
         "counter.inc": lambda: counter.inc(1024),
-        "labels + observe": lambda: metrics.ttft_seconds.labels("demo-8b", "127.0.0.1:9000").observe(0.213),
+        "labels + observe": lambda: metrics.ttft_seconds.labels(
+            "demo-8b", "127.0.0.1:9000"
+        ).observe(0.213),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))
         print(f"{name:20} {runs[3] / ROUNDS * 1e6:.3f} us")
@@ -34,11 +36,11 @@ def main() -> None:
         for family in (metrics.ttft_seconds, metrics.tpot_seconds):
             family.labels("demo-8b", f"10.0.0.{number}:8000").observe(0.1)
     longest, total = 0.0, 0.0
-    began = time.perf_counter()
+    started = time.perf_counter()
     for reading in metrics.readings():
         text(reading, exemplars=False)
         now = time.perf_counter()
-        longest, total, began = max(longest, now - began), total + now - began, now
+        longest, total, started = max(longest, now - started), total + now - started, now
     print(f"{'scrape, 64 endpoints':20} {total * 1e3:.1f} ms, longest slice {longest * 1e3:.1f} ms")
 
 

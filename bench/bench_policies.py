@@ -1,9 +1,11 @@
-"""What a decision costs, in microseconds: `python bench/bench_policies.py`. The best of several rounds' medians.
+"""Measure routing decisions in microseconds: `python bench/bench_policies.py`.
 
-A second table shows the pick alone for every registered policy, with prompts that nobody and that some hold.
+Each figure is the lowest of several rounds' medians. The first table shows the parts of a
+decide, the second the ledger, the third the pick alone for every registered policy.
 
-Prompts of 4 bytes per token. Two patterns of chat traffic: "known" asks a conversation already held by one endpoint for
-its next turn (all share a system prompt that everybody holds); "new" is a prompt never seen beyond the system prompt.
+Prompts have 4 bytes per token and start with a system prompt that every endpoint has cached. A
+"known" prompt is the next turn of a conversation that one endpoint has cached. A "new" prompt is
+unknown after the system prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ SYSTEM_TOKENS, BYTES_PER_TOKEN = 1000, 4
 PROMPTS, ROUNDS = 100, 5
 
 
-def us_each(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
-    """Median microseconds of a call with 0, 1, 2, ...
+def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
+    """Return the median microseconds of action(0), action(1), ...
 
-    The prompt is read once before, off the clock, as parsing the body has done in a gateway: it lies in the cache.
+    Each text is read once before its measurement, because in a gateway the parser of the body has
+    already brought the prompt into the processor's caches.
     """
     spent = []
     for number, text in enumerate(texts):
@@ -46,13 +49,16 @@ def us_each(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * P
 
 
 class Bench:
-    """One prompt length, one fleet."""
+    """The parts of a decide for one prompt length and one fleet size."""
 
     def __init__(self, tokens: int, endpoints: int) -> None:
         self.tokens, self.rng = tokens, Random(1)
         self.prints = Fingerprinter(self.rng.randbytes(32))
         self.index = PrefixIndex(256 << 20)
-        self.policies = {name: registry.build(name, {}) for name in ("round_robin", "least_loaded", "prefix_aware")}
+        self.policies = {
+            name: registry.build(name, {})
+            for name in ("round_robin", "least_loaded", "prefix_aware")
+        }
         self.candidates = [self.candidate(slot) for slot in range(endpoints)]
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
@@ -63,13 +69,18 @@ class Bench:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
         load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
-        load.kv_tokens, load.kv_booked, load.ready_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
+        load.kv_tokens, load.kv_booked, load.ready_at = (
+            600_000.0,
+            self.rng.randrange(500_000),
+            2 * self.rng.random(),
+        )
         load.running, load.waiting, load.kv_usage, load.scraped_at = 10, 2, 0.5, 0.9
         return Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load)
 
     def texts(self) -> list[bytes]:
         return [
-            self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN) for _ in range(PROMPTS)
+            self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN)
+            for _ in range(PROMPTS)
         ]
 
     def ask(self, cached: list[int]) -> Ask:
@@ -81,26 +92,34 @@ class Bench:
         assert found is not None
         self.index.insert(fingerprint, found.candidate.load.slot, self.tokens)
 
-    def round(self) -> list[float]:
+    def measure_round(self) -> list[float]:
         texts, more = self.texts(), self.texts()
         found: list[Fingerprint] = []
-        new = us_each(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
+        new = median_us(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
         turns = [text[:-8] for text in texts]
         return [
-            us_each(lambda n: found.append(self.prints.of(b"salt", more[n])), more),
-            us_each(lambda n: self.index.match(found[n], self.tokens)),
-            us_each(lambda n: self.index.insert(found[n], n % len(self.candidates), self.tokens)),
-            us_each(lambda n: self.index.match(found[n], self.tokens)),
-            us_each(lambda n: pick(self.policies["round_robin"], self.ask([]), self.candidates)),
-            us_each(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
-            us_each(lambda n: pick(self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates)),
+            median_us(lambda n: found.append(self.prints.of(b"salt", more[n])), more),
+            median_us(lambda n: self.index.match(found[n], self.tokens)),
+            median_us(lambda n: self.index.insert(found[n], n % len(self.candidates), self.tokens)),
+            median_us(lambda n: self.index.match(found[n], self.tokens)),
+            median_us(lambda n: pick(self.policies["round_robin"], self.ask([]), self.candidates)),
+            median_us(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
+            median_us(
+                lambda n: pick(
+                    self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates
+                )
+            ),
             new,
-            us_each(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
+            median_us(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
         ]
 
 
-def picks(endpoints: int) -> None:
-    """The pick alone, for every registered policy; 8,000 tokens, and nothing held or a tenth of the endpoints warm."""
+def print_picks(endpoints: int) -> None:
+    """Print the time of the pick alone for every registered policy and a prompt of 8,000 tokens.
+
+    The first column is for a prompt that no endpoint has cached. In the second, a tenth of the
+    endpoints have most of it cached.
+    """
     bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
     prints = [bench.prints.of(b"salt", text) for text in bench.texts()]
     cold = [0] * endpoints
@@ -115,22 +134,28 @@ def picks(endpoints: int) -> None:
         for cached in (cold, warm):
             asks = [ask(number, cached) for number in range(PROMPTS)]
             one = partial(pick, registry.build(name, {}))
-            costs.append(min(us_each(partial(decision, one, asks, bench.candidates)) for _ in range(ROUNDS)))
+            costs.append(
+                min(median_us(partial(decide, one, asks, bench.candidates)) for _ in range(ROUNDS))
+            )
         print(f"{endpoints:3} ep, {name}".ljust(28), *(f"{cost:8.1f}" for cost in costs))
 
 
-def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int) -> object:
+def decide(
+    one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int
+) -> object:
     return one(asks[number], fleet)
 
 
-class Beliefs:
-    """What the ledger costs per request, and a look at everybody's expected time to first token. About 0.1 us of each
-    is the clock's."""
+class LedgerBench:
+    """The ledger's cost per request, and the cost of predicting the TTFT of all endpoints.
+
+    About 0.1 us of each figure is the clock's own cost.
+    """
 
     BATCH = 20
 
     def __init__(self, endpoints: int, gap_s: float, prompt_tokens: int, believed: bool) -> None:
-        """A request every `gap_s` at this one endpoint."""
+        """Prepare one endpoint that receives a request every `gap_s` seconds."""
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
         ledger.believe(self.load, believed, 0.0)
@@ -140,7 +165,9 @@ class Beliefs:
         self.decoding: list[Entry] = []
         self.entry: Entry | None = None
         self.candidates = [
-            Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot))
+            Candidate(
+                Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot)
+            )
             for slot in range(endpoints)
         ]
         self.held = [100] * endpoints
@@ -158,8 +185,8 @@ class Beliefs:
         self.now += 0.1 * self.gap_s
         self.decoding.pop(0).finished(self.now, 100)
 
-    def round(self) -> list[float]:
-        """Book, first token, end, each timed by itself in turn; then the look at all candidates."""
+    def measure_round(self) -> list[float]:
+        """Time `book`, `first_token` and `finished` in turn, and then all TTFT predictions."""
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):
             for number, step in enumerate((self.book, self.first_token, self.finished)):
@@ -170,19 +197,22 @@ class Beliefs:
                 spent[number].append(perf_counter() - begin)
             assert self.entry is not None
             self.decoding.append(self.entry)
-        look = us_each(lambda n: ttfts(self.candidates, self.held, 8000, self.now))
-        return [*(median(each) * 1e6 for each in spent), look]
+        prediction_us = median_us(lambda n: ttfts(self.candidates, self.held, 8000, self.now))
+        return [*(median(seconds) * 1e6 for seconds in spent), prediction_us]
 
 
-def beliefs() -> None:
-    print("\nmicroseconds".ljust(23), *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")))
-    for name, *how in (
+def print_ledger() -> None:
+    print(
+        "\nmicroseconds".ljust(23),
+        *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")),
+    )
+    for name, *options in (
         ("counted only, 4 ep", 4, 0.35, 5000, False),
         ("3 a second, 4 ep", 4, 0.35, 5000, True),
         ("500 a second, 64 ep", 64, 0.002, 60, True),
     ):
-        bench = Beliefs(*how)
-        best = map(min, zip(*[bench.round() for _ in range(4 * ROUNDS)], strict=True))
+        bench = LedgerBench(*options)
+        best = map(min, zip(*[bench.measure_round() for _ in range(4 * ROUNDS)], strict=True))
         print(name.ljust(22), *(f"{value:12.2f}" for value in best))
 
 
@@ -202,12 +232,15 @@ def main() -> None:
     for endpoints in (4, 64):
         for tokens in (2_000, 8_000, 32_000, 100_000):
             bench = Bench(tokens, endpoints)
-            best = map(min, zip(*[bench.round() for _ in range(ROUNDS)], strict=True))
-            print(f"{endpoints:3} ep, {tokens:7} tokens".ljust(22), *(f"{value:12.1f}" for value in best))
-    beliefs()
-    print("pick alone".ljust(28), *(column.rjust(8) for column in ("nobody", "some")))
+            best = map(min, zip(*[bench.measure_round() for _ in range(ROUNDS)], strict=True))
+            print(
+                f"{endpoints:3} ep, {tokens:7} tokens".ljust(22),
+                *(f"{value:12.1f}" for value in best),
+            )
+    print_ledger()
+    print("pick alone".ljust(28), *(column.rjust(8) for column in ("cold", "warm")))
     for endpoints in (4, 64):
-        picks(endpoints)
+        print_picks(endpoints)
 
 
 if __name__ == "__main__":

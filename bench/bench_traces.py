@@ -1,4 +1,4 @@
-"""What a trace costs: microseconds for the look at None, for deciding, and for a whole tree with its JSON.
+"""Measure the cost of traces: disabled, sampled, and a complete tree of spans with its JSON.
 
 Run: python bench/bench_traces.py
 """
@@ -28,22 +28,31 @@ PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 
 def main() -> None:
-    """Prints the best of seven runs of each."""
+    """Print the lowest of seven runs of each call."""
     tracer = Tracer(Metrics(), Random(1), {})
     off = tracer.on
-    tracer.follow(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
+    tracer.follow(
+        Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01})
+    )
     relay = Relay(b"")
     relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
-    x = Exchange("req_1", Api.CHAT, "client", 0.5)
-    x.model, x.status, x.relay = "m", 200, relay
-    x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
-    trace = Trace("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "", "", [TraceLeg("whole", "a", "e" * 16, 1)])
-    spans, encode = tree(x, trace, 3.5, 1e9), msgspec.json.Encoder().encode
+    exchange = Exchange("req_1", Api.CHAT, "client", 0.5)
+    exchange.model, exchange.status, exchange.relay = "m", 200, relay
+    exchange.received_at, exchange.parsed_at, exchange.admitted_at = 1.0, 1.1, 1.2
+    exchange.picked_at, exchange.sent_at = 1.3, 1.4
+    trace = Trace(
+        "4bf92f3577b34da6a3ce929d0e0e4736",
+        "00f067aa0ba902b7",
+        "",
+        "",
+        [TraceLeg("whole", "a", "e" * 16, 1)],
+    )
+    spans, encode = tree(exchange, trace, 3.5, 1e9), msgspec.json.Encoder().encode
     for name, call in {
-        "off: one look at None": lambda: off is not None,
+        "off: compare with None": lambda: off is not None,
         "off, client sent a context": lambda: passed_on(PARENT),
         "on, 1 in 100 sampled": lambda: tracer.begin({}),
-        "a tree of six spans": lambda: tree(x, trace, 3.5, 1e9),
+        "a tree of six spans": lambda: tree(exchange, trace, 3.5, 1e9),
         "its JSON": lambda: encode(spans),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))

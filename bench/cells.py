@@ -1,7 +1,7 @@
-"""What is measured: each cell is one kind of traffic, the systems it is put to, and the number that is kept.
+"""The measurements of `make bench`: each cell is one kind of traffic for a set of systems.
 
-CPU cells read the processor time of the gateway's processes at both edges of a window and divide it by what was
-delivered in between.
+CPU cells read the processor time of the gateway's processes at both ends of a window and divide it
+by the requests or events delivered in the window.
 """
 
 from __future__ import annotations
@@ -36,23 +36,27 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """Lengths of a measurement: --quick shortens them."""
+    """The lengths of a measurement's warm-up and window."""
 
     window_ms: int = 2500
     warmup_ms: int = 500
 
 
 Numbers = dict[str, float]
-"""What one measurement found, by metric; `others` is the share of the gateway's core that went to other processes."""
+"""The results of one measurement by metric.
+
+`others` is the share of the gateway's core that other processes used.
+"""
 
 Measure = Callable[[Running, Pace, Path], Numbers]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a number of a cell, and what it must be beside the other systems' numbers.
+    """One row of the table: a metric of a cell, and its goals.
 
-    goals: system -> greatest ratio to it, or with `added` the greatest difference. limit: greatest value in itself.
+    goals  by system, the highest allowed ratio to its value; with `added`, the highest difference
+    limit  the highest allowed value of our own
     """
 
     name: str
@@ -65,9 +69,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic: which policy of which system it is put to, and the rows that come out of it.
+    """One kind of traffic, the policy that each system uses for it, and the rows of its results.
 
-    `fresh` starts every system anew for it: memory is compared with that of a process that has held nothing yet.
+    With `fresh`, each measurement starts a new process, because a process that has already served
+    streams keeps some of their memory.
     """
 
     policies: dict[str, str]
@@ -90,37 +95,47 @@ PREFIX = {
 
 
 def chat_body(content: str, stream: bool) -> bytes:
-    """One chat completion as an SDK writes it."""
-    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    """Build the body of a chat completion request as an SDK does."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 64,
+    }
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
-    """A streaming request that tells the backend its pace in the prompt."""
-    note = f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+    """Build a streaming request whose prompt sets the pace of the backend's answer."""
+    note = (
+        f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+    )
     return chat_body(f"{note} Tell me about water wheels. ################", stream=True)
 
 
 def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
-    """Sixteen prompts of one size that share prefixes as a tree.
+    """Build sixteen prompts of one size whose shared prefixes form a tree.
 
-    Four trunks of half the size, under each four branches up to nine tenths, then the number of the request and with it
-    a tail that no two requests share.
+    Four trunks have half of the size; each has four branches that end at nine tenths. The load
+    generator then writes the request's number, so that no two requests share the tail.
     """
     size = tokens * BYTES_PER_TOKEN
     trunks = [_text(size // 2, rng) for _ in range(4)]
     branches = [_text(size * 4 // 10, rng) for _ in range(4)]
     tail = _text(size // 10, rng)
     return [
-        chat_body(f"{trunk}{branch} ################ {tail}", stream=False) for trunk in trunks for branch in branches
+        chat_body(f"{trunk}{branch} ################ {tail}", stream=False)
+        for trunk in trunks
+        for branch in branches
     ]
 
 
 def _text(size: int, rng: random.Random) -> str:
-    """Lines of words, about 80 bytes each: real prompts have line ends, which JSON escapes."""
-    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)]
+    """Build text in lines of about 80 bytes: real prompts have line ends, which JSON escapes."""
+    words = [
+        "".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)
+    ]
     out: list[str] = []
     while size > 0:
         line = " ".join(rng.choices(words, k=12))[: min(79, size)] + "\n"
@@ -130,7 +145,7 @@ def _text(size: int, rng: random.Random) -> str:
 
 
 def write_bodies(path: Path, bodies: list[bytes]) -> Path:
-    """The load generator's format: <u32 length><bytes>, repeated."""
+    """Write bodies in the load generator's format: <u32 length><bytes>, repeated."""
     path.write_bytes(b"".join(struct.pack("<I", len(body)) + body for body in bodies))
     return path
 
@@ -139,46 +154,61 @@ def write_bodies(path: Path, bodies: list[bytes]) -> Path:
 
 
 def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict[str, Any]:
-    """Runs the load generator once. NotMeasurable if anything was refused, cut or lost: fast and wrong is no result."""
+    """Run the load generator once and return its report.
+
+    Raises NotMeasurable when any request was refused, cut or lost.
+    """
     command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies)]
     settings = {"warmup_ms": pace.warmup_ms, "window_ms": pace.window_ms, **options}
     for name, value in settings.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     if running.pids:
         command += ["--cpu-pids", ",".join(map(str, running.pids))]
-    began_s, busy_s, ours_s = time.monotonic(), core_busy_s(GATEWAY_CORE), cpu_s(running.pids)
-    done = subprocess.run(pinned(LOAD_CORE, command), capture_output=True, text=True, check=False, timeout=120)
+    started_s, busy_s, ours_s = time.monotonic(), core_busy_s(GATEWAY_CORE), cpu_s(running.pids)
+    process = subprocess.run(
+        pinned(LOAD_CORE, command), capture_output=True, text=True, check=False, timeout=120
+    )
     others_s = core_busy_s(GATEWAY_CORE) - busy_s - (cpu_s(running.pids) - ours_s)
-    if done.returncode:
-        raise NotMeasurable(f"load generator: {done.stderr.strip()}")
-    report: dict[str, Any] = json.loads(done.stdout)
-    wrong = {kind: n for kind, n in report["errors"].items() if n}
-    if wrong:
-        raise NotMeasurable(f"{wrong} (last bad status {report['bad_status']})")
-    report["others"] = max(others_s, 0.0) / (time.monotonic() - began_s)
+    if process.returncode:
+        raise NotMeasurable(f"load generator: {process.stderr.strip()}")
+    report: dict[str, Any] = json.loads(process.stdout)
+    errors = {kind: n for kind, n in report["errors"].items() if n}
+    if errors:
+        raise NotMeasurable(f"{errors} (last bad status {report['bad_status']})")
+    report["others"] = max(others_s, 0.0) / (time.monotonic() - started_s)
     return report
 
 
 def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
-    """µs of gateway CPU for a small request with a small answer, 32 connections asking as fast as they are answered."""
-    bodies = write_bodies(work / "small", [chat_body("How does a water wheel work? ################", stream=False)])
+    """Measure the gateway's CPU in µs per small request, with 32 closed-loop connections."""
+    bodies = write_bodies(
+        work / "small", [chat_body("How does a water wheel work? ################", stream=False)]
+    )
     report = drive(running, pace, bodies, mode="closed", connections=32)
     return {"cpu": report["cpu_s"] / report["requests"] * 1e6, "others": report["others"]}
 
 
 def streams(count: int, body: bytes, events: int) -> Measure:
-    """µs of gateway CPU for an event, with `count` streams held open at the pace of the body."""
+    """Return a measurement of the gateway's CPU in µs per event of `count` open streams."""
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = write_bodies(work / "streams", [body])
-        report = drive(running, pace, path, mode="closed", connections=count, ramp_ms=500, events_per_stream=events)
+        report = drive(
+            running,
+            pace,
+            path,
+            mode="closed",
+            connections=count,
+            ramp_ms=500,
+            events_per_stream=events,
+        )
         return {"cpu": report["cpu_s"] / report["events"] * 1e6, "others": report["others"]}
 
     return measure
 
 
 def long_prompts(tokens: int) -> Measure:
-    """µs of gateway CPU for a non-streaming request with a prompt of `tokens` tokens out of a prefix tree."""
+    """Return a measurement of the gateway's CPU in µs per request with prompts of a prefix tree."""
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = work / f"prompts-{tokens}"
@@ -195,21 +225,27 @@ SHORT_EVENTS = 8 + 4  # role, eight tokens, finish, usage, [DONE]
 
 
 def ttft_ms(rate: float) -> Measure:
-    """ms to the first token at an open-loop rate of short streams, on reused connections, from the intended moment."""
+    """Return a measurement of the TTFT in ms of short streams that arrive at an open-loop rate.
+
+    Connections are reused. Time counts from the intended send time, so a late send adds to it.
+    """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
-        report = drive(running, pace, bodies, mode="open", rate=rate, events_per_stream=SHORT_EVENTS)
+        report = drive(
+            running, pace, bodies, mode="open", rate=rate, events_per_stream=SHORT_EVENTS
+        )
         return {"others": report["others"]} | {q: report["ttft_s"][q] * 1e3 for q in ("p50", "p99")}
 
     return measure
 
 
-def half_load_rate(running: Running, work: Path) -> float:
-    """Short streams a second at which this gateway's core is half busy."""
+def find_half_load_rate(running: Running, work: Path) -> float:
+    """Find the rate of short streams per second at which this gateway's core is half busy."""
     bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
     rate = 500.0
-    for _ in range(2):  # the cost of a stream falls as more arrive at once, so look again near the answer
+    # The cost of a stream falls as more arrive at once, so measure again near the result.
+    for _ in range(2):
         report = drive(running, Pace(1500, 500), bodies, mode="open", rate=rate)
         rate *= 0.5 / max(report["cpu_s"] / report["window_s"], 0.01)
         rate = min(rate, 5000.0)
@@ -217,48 +253,70 @@ def half_load_rate(running: Running, work: Path) -> float:
 
 
 def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 2000) -> Numbers:
-    """KiB of resident memory that each of 2,000 open streams adds to a warm gateway."""
+    """Measure the resident memory in KiB that each open stream adds to a warm gateway."""
     warm = write_bodies(work / "warm", [paced(4, 1000, 1000)])
     drive(running, Pace(1000, 100), warm, mode="closed", connections=8)
     before = rss_bytes(running.pids)
     bodies = write_bodies(work / "held", [paced(60, 1_000_000, 100_000)])
-    command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies), "--mode", "closed"]
-    command += ["--connections", str(count), "--ramp-ms", "2000", "--warmup-ms", "1000", "--window-ms", "2000"]
+    command = [
+        str(BIN / "load"),
+        "--port",
+        str(running.system.port),
+        "--bodies",
+        str(bodies),
+        "--mode",
+        "closed",
+    ]
+    command += [
+        "--connections",
+        str(count),
+        "--ramp-ms",
+        "2000",
+        "--warmup-ms",
+        "1000",
+        "--window-ms",
+        "2000",
+    ]
     with subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE, text=True) as load:
         time.sleep(4.0)
         during = rss_bytes(running.pids)
         report = json.loads(load.communicate(timeout=30)[0])
     if any(report["errors"].values()) or report["events"] < count:
-        raise NotMeasurable(f"{count} streams were not held: {report['errors']}, {report['events']} events")
+        raise NotMeasurable(
+            f"{count} streams did not stay open: {report['errors']}, {report['events']} events"
+        )
     return {"rss": (during - before) / count / 1024}
 
 
 def all_cells(rate: float) -> list[Cell]:
-    """Every cell. `rate` is the open-loop rate of the half-load rows, in short streams a second."""
+    """Return all cells; `rate` is the rate of the half-load rows, in streams per second."""
     with_direct = {**ROUND_ROBIN, "direct": "none"}
-    quiet, loud = "TTFT on reused connections, 50 streams/s", f"TTFT at half load, {rate:.0f} streams/s"
+    low, high = (
+        "TTFT on reused connections, 50 streams/s",
+        f"TTFT at half load, {rate:.0f} streams/s",
+    )
     return [
         *_cpu_cells(),
         Cell(
             with_direct,
             ttft_ms(50),
             (
-                Row(f"{quiet}, p50", "ms", "p50", {"direct": 1.0}, added=True),
-                Row(f"{quiet}, p99", "ms", "p99", added=True),
+                Row(f"{low}, p50", "ms", "p50", {"direct": 1.0}, added=True),
+                Row(f"{low}, p99", "ms", "p99", added=True),
             ),
         ),
         Cell(
             with_direct,
             ttft_ms(rate),
             (
-                Row(f"{loud}, p50", "ms", "p50", added=True),
-                Row(f"{loud}, p99", "ms", "p99", {"nginx": 1.0}, added=True),
+                Row(f"{high}, p50", "ms", "p50", added=True),
+                Row(f"{high}, p99", "ms", "p99", {"nginx": 1.0}, added=True),
             ),
         ),
         Cell(
             ROUND_ROBIN,
             rss_per_stream_kib,
-            (Row("memory per open stream, 2,000 held", "KiB", "rss", limit=48.0),),
+            (Row("memory per open stream, 2,000 open", "KiB", "rss", limit=48.0),),
             fresh=True,
         ),
     ]
@@ -269,12 +327,20 @@ def _cpu_cells() -> list[Cell]:
         goals_by_system = {system.replace("_", "-"): ratio for system, ratio in goals.items()}
         return Cell(policies, measure, (Row(name, "µs CPU", "cpu", goals_by_system),))
 
-    held = streams(400, paced(300, 10_000, 5_000), 304)
+    steady = streams(400, paced(300, 10_000, 5_000), 304)
     burst = streams(200, paced(640, 300_000, 5_000, burst=64), 644)
     joined = streams(200, paced(640, 300_000, 5_000, burst=64, join=1), 644)
     return [
-        cpu("non-streaming request", cpu_per_request, ROUND_ROBIN, sglang_router=0.75, vllm_router=1.0),
-        cpu("chunk, 400 streams × 10 ms", held, ROUND_ROBIN, sglang_router=0.95, vllm_router=0.85),
+        cpu(
+            "non-streaming request",
+            cpu_per_request,
+            ROUND_ROBIN,
+            sglang_router=0.75,
+            vllm_router=1.0,
+        ),
+        cpu(
+            "chunk, 400 streams × 10 ms", steady, ROUND_ROBIN, sglang_router=0.95, vllm_router=0.85
+        ),
         cpu("chunk, bursts of 64", burst, ROUND_ROBIN, sglang_router=0.75, vllm_router=0.75),
         cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN),
         *(

@@ -1,8 +1,10 @@
-"""Goodput of every policy on a virtual clock: `make goodput`, or python bench/goodput.py --quick --jobs 2.
+"""Measure the goodput of every policy on a virtual clock: `make goodput`.
 
-Every cell's result is a line of JSON in build/goodput/; what is there already is not measured again, so the bench can
-be stopped and gone on with. A change of the code that decides or simulates makes a cell be measured anew, unless
---any-code is given. The page is docs/goodput.md.
+    python bench/goodput.py --data TRACES [--quick] [--jobs 2]
+
+Each cell's result is a line of JSON in build/goodput/. Cells that are already there are not
+measured again, so that an interrupted run can continue. A change of the policies or the simulator
+invalidates them, unless --any-code is given. The page is docs/goodput.md.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.goodput_cells import Cell, Data, Reading, measure
+from bench.goodput_cells import Cell, Measurement, TraceFolder, measure
 from bench.goodput_table import page
 from policies import registry
 
@@ -27,25 +29,34 @@ ROOT = Path(__file__).parents[1]
 OURS = "priced"
 START = {"conversation": 2.0, "conversation_tuned": 2.0, "b2b": 11.0, "azure": 10.0, "mix": 1.0}
 FLEETS = {"b2b": "F2", "agents": "F3"}
-USERS = (200, 280, 420, 560)  # the knee is at 280: beyond, contexts outgrow KV
+USERS = (200, 280, 420, 560)  # with more than 280 users the contexts do not fit into the KV cache
 TPOTS = (0.02, 0.03, 0.05, 0.1, 0.15)
-ADMISSIONS = ("none", "cap", "early_rejection", "gie_saturation", "probabilistic", "session_pause", "priced")
+ADMISSIONS = (
+    "none",
+    "cap",
+    "early_rejection",
+    "gie_saturation",
+    "probabilistic",
+    "session_pause",
+    "priced",
+)
 GREED = (1.0, 10.0)
-BY_HAND = "## What is reached"
+HANDWRITTEN = "## What is reached"
+"""The heading of the first section of the page that is written by hand."""
 DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the results: the digest of the code that it was measured with, and the reading."""
+    """One line of the results: the digest of the measured code, and the measurement."""
 
     code: str
-    reading: Reading
+    reading: Measurement
 
 
 def capacity_cells(
     workloads: Iterable[str], policies: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Capacity at 90 % and 99 % attainment."""
+    """Yield the cells of capacity at 90 % and 99 % attainment."""
     for seed in seeds:
         for workload in workloads:
             for policy in policies:
@@ -61,7 +72,7 @@ def capacity_cells(
 
 
 def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Agents by users swept, with everybody let in and behind the admission that watches sessions."""
+    """Yield the cells of agent sessions by number of users, with and without admission."""
     for seed in seeds:
         for policy in policies:
             for users in USERS[1:] if quick else USERS:
@@ -75,16 +86,17 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 
 
 def overload_cells(
-    readings: Iterable[Reading], workloads: Iterable[str], seeds: Iterable[int], quick: bool
+    measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Our policy at 1, 2 and 3 times its capacity behind every admission. Needs the capacities first.
+    """Yield the cells of our policy at 1, 2 and 3 times its capacity with every admission.
 
-    Always whole slices: a third of one is over before queues have filled.
+    `measurements` must include the capacities. Slices always have their full length, because a
+    third of one ends before the queues are full.
     """
     known = {
-        (one.cell.workload, one.cell.seed): one.capacities["0.9"]
-        for one in readings
-        if one.cell.table == "capacity" and one.cell.policy == OURS and one.cell.quick == quick
+        (item.cell.workload, item.cell.seed): item.capacities["0.9"]
+        for item in measurements
+        if item.cell.table == "capacity" and item.cell.policy == OURS and item.cell.quick == quick
     }
     for (workload, seed), load in known.items():
         if workload not in workloads or seed not in seeds:
@@ -99,7 +111,7 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """What our policy's capacity loses with an old or a patchy view of the fleet."""
+    """Yield the cells of our policy's capacity with stale metrics or lost cache events."""
     for seed in seeds:
         for workload in ("conversation", "b2b"):
             for trouble in ("", "stale", "lost"):
@@ -115,17 +127,24 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """One tenant at its usual pace, another at its own or ten times that."""
+    """Yield the cells of a tenant next to one with the same or ten times the load."""
     for seed in seeds:
-        for policy, admission in ((OURS, "priced"), ("prefix_aware", "priced"), ("prefix_aware", "cap")):
+        for policy, admission in (
+            (OURS, "priced"),
+            ("prefix_aware", "priced"),
+            ("prefix_aware", "cap"),
+        ):
             for greed in GREED:
                 yield Cell(
-                    *("point", "tenants", policy, "F1", admission, greed), seed=seed, quick=quick, table="tenants"
+                    *("point", "tenants", policy, "F1", admission, greed),
+                    seed=seed,
+                    quick=quick,
+                    table="tenants",
                 )
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Prefill and decode apart, together, or as the price says, by the TPOT budget."""
+    """Yield the cells of capacity by TPOT budget, with and without splitting requests."""
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
     for seed in seeds:
@@ -143,27 +162,27 @@ def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 class Results:
-    """The lines of build/goodput/results.jsonl. Sole writer of it."""
+    """The results in build/goodput/results.jsonl, and the only writer of that file."""
 
     def __init__(self, folder: Path, any_code: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.code = folder / "results.jsonl", code_digest()
-        self.known: dict[Cell, Reading] = {}
+        self.known: dict[Cell, Measurement] = {}
         if self.path.exists():
             for row in self.path.read_bytes().splitlines():
                 line = msgspec.json.decode(row, type=Line)
                 if any_code or line.code == self.code:
                     self.known[line.reading.cell] = line.reading
 
-    def add(self, reading: Reading) -> None:
-        """Remember, on disk as well."""
+    def add(self, reading: Measurement) -> None:
+        """Add a measurement and append it to the file."""
         self.known[reading.cell] = reading
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(Line(self.code, reading)) + b"\n")
 
 
 def code_digest() -> str:
-    """Of everything that decides or simulates."""
+    """Return a digest of the policies, the simulator and the mock engines."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in ("policies", "planner/replay", "planner/traces", "mockgpu"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -171,63 +190,83 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def run(cells: Iterable[Cell], results: Results, data: Data, jobs: int, tell: Callable[[str], None]) -> None:
-    """Measure what is not known yet, `jobs` at a time."""
-    due = [cell for cell in dict.fromkeys(cells) if cell not in results.known]
+def run(
+    cells: Iterable[Cell],
+    results: Results,
+    traces: TraceFolder,
+    jobs: int,
+    log: Callable[[str], None],
+) -> None:
+    """Measure the cells without a result in `jobs` processes."""
+    missing = [cell for cell in dict.fromkeys(cells) if cell not in results.known]
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
-        futures = [pool.submit(measure, cell, data) for cell in due]
+        futures = [pool.submit(measure, cell, traces) for cell in missing]
         for number, future in enumerate(as_completed(futures), 1):
             reading = future.result()
             results.add(reading)
-            tell(f"{number}/{len(due)} {described(reading)}")
+            log(f"{number}/{len(missing)} {describe(reading)}")
 
 
-def described(reading: Reading) -> str:
-    """One line for whoever watches."""
-    cell, seen = reading.cell, reading.figures
-    name = " ".join(filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}")))
+def describe(reading: Measurement) -> str:
+    """Describe a measurement in one line."""
+    cell, figures = reading.cell, reading.figures
+    name = " ".join(
+        filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}"))
+    )
     if cell.tpot_s is not None:
         name += f" tpot {cell.tpot_s * 1e3:g} ms"
-    found = " ".join(f"cap{target} {load:.3f}" for target, load in reading.capacities.items())
-    at = f"at {seen['load']:.3g}: attained {seen['attainment']:.3f}, {seen['goodput']:.2f} good/s"
-    return f"{name}: {found} {at}, hits {seen['hit_ratio']:.3f} ({reading.runs} runs, {reading.wall_s:.0f} s)"
+    capacities = " ".join(f"cap{target} {load:.3f}" for target, load in reading.capacities.items())
+    return (
+        f"{name}: {capacities} at {figures['load']:.3g}: attained {figures['attainment']:.3f}, "
+        f"{figures['goodput']:.2f} good/s, hits {figures['hit_ratio']:.3f} "
+        f"({reading.runs} runs, {reading.wall_s:.0f} s)"
+    )
 
 
-def by_hand(path: Path) -> str:
-    """What people have written below the tables: kept."""
-    _, mark, rest = path.read_text().partition(BY_HAND) if path.exists() else ("", "", "")
-    return mark + rest
+def handwritten_part(path: Path) -> str:
+    """Return the handwritten part of the page, which follows the tables."""
+    text = path.read_text() if path.exists() else ""
+    _, heading, remainder = text.partition(HANDWRITTEN)
+    return heading + remainder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="the folder with the traces")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the recorded traces")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="one seed, shorter slices, fewer loads")
-    parser.add_argument("--seeds", type=int, help="default 3, quick 1")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, shorter slices, fewer loads"
+    )
+    parser.add_argument("--seeds", type=int, help="number of seeds (default: 3, or 1 with --quick)")
     parser.add_argument("--tables", default="capacity,agents,overload,split,trouble,tenants")
-    parser.add_argument("--gated", default="priced,llmd_blend,llmd_predictor", help="policies to try with agents")
+    parser.add_argument(
+        "--gated", default="priced,llmd_blend,llmd_predictor", help="policies of the agents table"
+    )
     parser.add_argument("--workloads", default="conversation,b2b,azure,mix")
     parser.add_argument("--policies", default=",".join(registry.names()))
-    parser.add_argument("--any-code", action="store_true", help="keep results of other versions of the code")
+    parser.add_argument(
+        "--any-code", action="store_true", help="use results of other versions of the code"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goodput")
-    parser.add_argument("--page", type=Path, help="write the tables there, as Markdown")
+    parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")
     args = parser.parse_args()
-    results, data = Results(args.out, args.any_code), Data(str(args.data))
+    results, traces = Results(args.out, args.any_code), TraceFolder(str(args.traces))
     seeds = range(1, (args.seeds or (1 if args.quick else 3)) + 1)
     tables, policies = args.tables.split(","), args.policies.split(",")
     plans: dict[str, Callable[[], Iterator[Cell]]] = {
         "capacity": lambda: capacity_cells(args.workloads.split(","), policies, seeds, args.quick),
         "agents": lambda: agent_cells(args.gated.split(","), seeds, args.quick),
-        "overload": lambda: overload_cells(results.known.values(), args.workloads.split(","), seeds, args.quick),
+        "overload": lambda: overload_cells(
+            results.known.values(), args.workloads.split(","), seeds, args.quick
+        ),
         "split": lambda: split_cells(seeds, args.quick),
         "trouble": lambda: trouble_cells(seeds, args.quick),
         "tenants": lambda: tenant_cells(seeds, args.quick),
     }
     for table in filter(None, tables):
-        run(plans[table](), results, data, args.jobs, lambda said: print(said, flush=True))
+        run(plans[table](), results, traces, args.jobs, lambda line: print(line, flush=True))
     if args.page:
-        args.page.write_text(page(list(results.known.values())) + by_hand(args.page))
+        args.page.write_text(page(list(results.known.values())) + handwritten_part(args.page))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the goodput bench measures: workloads, and cells, each of which is one figure of one policy on one workload.
+"""The workloads and cells of the goodput benchmark; a cell is one policy on one workload.
 
-A cell is a value that a process of its own can measure from nothing; bench/goodput.py runs them, bench/goodput_table.py lays the
-results out. Slices of recorded traffic are held out: weights were chosen on others (docs/goodput.md says which).
+A cell is self-contained, so that any process can measure it. bench/goodput.py runs the cells,
+bench/goodput_table.py prints the results. The slices of recorded traffic differ from those that the
+weights were chosen on (docs/goodput.md).
 """
 
 from __future__ import annotations
@@ -32,23 +33,37 @@ CLASSES = {
     "standard": STANDARD,
     "batch": Slo("batch", 30.0, 0.2, 0.5),
 }
-GRID_S = 3.0  # Mooncake's timestamps: every seed spreads the batches anew
+GRID_S = 3.0
+"""Resolution of Mooncake's timestamps; each seed spreads the requests within it differently."""
+
 MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
-IDLE = 8.0  # a fleet at the starting load over so much is idle
-RELATIVE = 0.95  # targets above it are shares of what an idle fleet attains
-TROUBLES = {"": Options(), "stale": Options(scrape_s=5.0, scrape_age_s=5.0), "lost": Options(lost_events=0.33)}
+IDLE = 8.0
+"""A fleet at this fraction of the starting load is considered idle."""
+
+RELATIVE = 0.95
+"""Targets above this are relative to the attainment of an idle fleet."""
+
+TROUBLES = {
+    "": Options(),
+    "stale": Options(scrape_s=5.0, scrape_age_s=5.0),
+    "lost": Options(lost_events=0.33),
+}
 TENANT_RATE = 0.8
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One thing to measure. `load` is a rate or a number of users; with `targets` the capacity is looked for from it.
+    """One measurement to make.
 
-    kind       capacity: the loads at which attainment crosses the targets; point: the figures at one load
-    targets    shares of requests in time; 0.99 is of those that an idle fleet serves in time: some prompts are too long
-    tpot_s     replaces the class's budget where it is set
-    trouble    stale: metrics are read every 5 s and 5 s old; lost: a third of cache events never comes
-    quick      a slice of a third of the length
+    kind       capacity: find the loads at which attainment crosses the targets; point: measure
+               one load
+    load       a rate or a number of users; the first load to try with `targets`
+    targets    shares of requests within their budgets. 0.99 is relative to an idle fleet, because
+               some prompts are too long for any
+    tpot_s     replaces the TPOT budget of the class
+    trouble    stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache
+               events is lost
+    quick      use a third of the slice
     """
 
     kind: str
@@ -65,8 +80,12 @@ class Cell(msgspec.Struct, frozen=True):
     trouble: str = ""
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """What was measured of a cell: capacities by target as text, the figures at the highest load that held, cost."""
+class Measurement(msgspec.Struct, frozen=True):
+    """The result of a cell.
+
+    capacities  by target, as text
+    figures     at the highest load that attained the lowest target
+    """
 
     cell: Cell
     capacities: dict[str, float]
@@ -75,76 +94,102 @@ class Reading(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-class Data(msgspec.Struct, frozen=True):
-    """Where the traces lie."""
+class TraceFolder(msgspec.Struct, frozen=True):
+    """The folder with the recorded traces."""
 
     folder: str
 
 
-def measure(cell: Cell, data: Data) -> Reading:
-    """Run what the cell needs. Deterministic but for wall times."""
-    began, kept = perf_counter(), dict[float, Figures]()
+def measure(cell: Cell, traces: TraceFolder) -> Measurement:
+    """Measure a cell. The result is deterministic except for wall times."""
+    started, by_load = perf_counter(), dict[float, Figures]()
 
     def attainment(load: float) -> float:
-        if load not in kept:
-            kept[load] = at(cell, load, data)
-        return kept[load].attainment
+        if load not in by_load:
+            by_load[load] = simulate(cell, load, traces)
+        return by_load[load].attainment
 
     capacities = {}
     for target in cell.targets:
         share = target * attainment(cell.load / IDLE) if target > RELATIVE else target
-        capacities[f"{target:g}"] = capacity(attainment, share, cell.load, 0.03, least=cell.load / IDLE).load
+        capacities[f"{target:g}"] = capacity(
+            attainment, share, cell.load, 0.03, least=cell.load / IDLE
+        ).load
     if not cell.targets:
         attainment(cell.load)
     aim = min(cell.targets, default=0.0)
-    best = max((load for load, seen in kept.items() if seen.attainment >= aim), default=min(kept))
-    return Reading(cell, capacities, told(kept[best], best), len(kept), perf_counter() - began)
+    attaining = (load for load, figures in by_load.items() if figures.attainment >= aim)
+    best = max(attaining, default=min(by_load))
+    wall_s = perf_counter() - started
+    return Measurement(cell, capacities, summarize(by_load[best], best), len(by_load), wall_s)
 
 
-def at(cell: Cell, load: float, data: Data) -> Figures:
-    """The figures of one replay."""
-    run, from_s, to_s = played(cell, load, data)
+def simulate(cell: Cell, load: float, traces: TraceFolder) -> Figures:
+    """Run one replay and return its figures."""
+    run, from_s, to_s = run_replay(cell, load, traces)
     return figures(run, from_s, to_s)
 
 
-def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | None]:
-    """One replay, and between which moments its requests count."""
-    said, span_s, horizon_s = offered(cell, load, data)
+def run_replay(cell: Cell, load: float, traces: TraceFolder) -> tuple[Run, float, float | None]:
+    """Run one replay; return it with the start and end of the period whose requests count."""
+    requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
     if cell.tpot_s is not None:
         standard = msgspec.structs.replace(standard, tpot_s=cell.tpot_s)
     options = msgspec.structs.replace(
-        TROUBLES[cell.trouble], seed=cell.seed, horizon_s=horizon_s, standard=standard, classes=CLASSES
+        TROUBLES[cell.trouble],
+        seed=cell.seed,
+        horizon_s=horizon_s,
+        standard=standard,
+        classes=CLASSES,
     )
     gate = build_admission(cell.admission, {}) if cell.admission else None
-    run = replay(fleet_of(cell.fleet), said, registry.build(cell.policy, {}), gate, options)
+    run = replay(build_fleet(cell.fleet), requests, registry.build(cell.policy, {}), gate, options)
     return run, WARM * span_s if horizon_s is None else 0.4 * horizon_s, horizon_s
 
 
-def fleet_of(name: str) -> FleetSpec:
-    """A preset; `F1:pairs` may also split between groups that do both."""
+def build_fleet(name: str) -> FleetSpec:
+    """Build a preset fleet; with the suffix `:pairs` any two groups may split a request."""
     plain, _, _ = name.partition(":pairs")
-    return preset(name) if plain == name else msgspec.structs.replace(preset(plain), name=name, pairs=True)
+    return (
+        preset(name)
+        if plain == name
+        else msgspec.structs.replace(preset(plain), name=name, pairs=True)
+    )
 
 
-def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float | None]:
-    """The traffic at a load, the seconds over which it comes, and where a closed loop is cut."""
+def build_traffic(
+    cell: Cell, load: float, traces: TraceFolder
+) -> tuple[Traffic, float, float | None]:
+    """Build the traffic of a load.
+
+    Returns the traffic, its duration in seconds, and the time at which a closed loop ends (None
+    for an open loop).
+    """
     share = 1 / 3 if cell.quick else 1.0
     if cell.workload == "agents":
         horizon_s = 1500.0 * (0.6 if cell.quick else 1.0)
-        return users(sessions(data.folder), max(1, round(load)), cell.seed, 300.0), horizon_s, horizon_s
+        return (
+            users(sessions(traces.folder), max(1, round(load)), cell.seed, 300.0),
+            horizon_s,
+            horizon_s,
+        )
     if cell.workload == "b2b":
         return traffic(b2b(load, B2B_S * share, cell.seed)), B2B_S * share, None
     if cell.workload == "mix":
-        return traffic(scaled(mix(data.folder, cell.seed, share), load)), 900 * share / load, None
+        return traffic(scaled(mix(traces.folder, cell.seed, share), load)), 900 * share / load, None
     if cell.workload == "tenants":
-        return traffic(tenants(data.folder, cell.seed, share, load)), 1200 * share / TENANT_RATE, None
-    requests, span_s = recorded(cell.workload, data.folder, cell.seed, share)
+        return (
+            traffic(tenants(traces.folder, cell.seed, share, load)),
+            1200 * share / TENANT_RATE,
+            None,
+        )
+    requests, span_s = recorded_slice(cell.workload, traces.folder, cell.seed, share)
     return traffic(scaled(requests, load)), span_s / load, None
 
 
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
-    """Agent sessions, closed loop."""
+    """Return recorded agent sessions, for a closed loop."""
     return _trace(folder, "claude_code_sessions_a.jsonl.gz")
 
 
@@ -154,34 +199,41 @@ def _trace(folder: str, name: str) -> tuple[TraceRequest, ...]:
 
 
 SLICES = {
-    # name: file, from, to, grid: weights were chosen on conversation 0-1200 s and azure 0-900 s
+    # Name: file, start, end, resolution of timestamps. The weights were chosen on the slices
+    # conversation 0-1200 s and azure 0-900 s.
     "conversation": ("mooncake_conversation.jsonl.gz", 1800.0, 3000.0, GRID_S),
     "conversation_tuned": ("mooncake_conversation.jsonl.gz", 0.0, 1200.0, GRID_S),
     "azure": ("azure_2023_conv.csv.gz", 1800.0, 2700.0, 1.0),
 }
 
 
-def recorded(name: str, folder: str, seed: int, share: float) -> tuple[list[TraceRequest], float]:
-    """A slice of a recorded trace, its moments moved by up to half its grid, and its length in seconds."""
+def recorded_slice(
+    name: str, folder: str, seed: int, share: float
+) -> tuple[list[TraceRequest], float]:
+    """Return a slice of a recorded trace and its length in seconds.
+
+    Arrivals are moved by up to half the resolution of the timestamps.
+    """
     file, from_s, to_s, grid_s = SLICES[name]
     to_s = from_s + (to_s - from_s) * share
     rng, span_s = Random(f"{name} {seed}"), to_s - from_s
     moved = [
         msgspec.structs.replace(
-            one, arrival_s=min(span_s, max(0.0, one.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2)))
+            item,
+            arrival_s=min(span_s, max(0.0, item.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2))),
         )
-        for one in sliced(_trace(folder, file), from_s, to_s)
+        for item in sliced(_trace(folder, file), from_s, to_s)
     ]
-    return sorted(moved, key=lambda one: one.arrival_s), span_s
+    return sorted(moved, key=lambda item: item.arrival_s), span_s
 
 
 def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
-    """Conversation, B2B and Azure's chat at once: three classes, two tenants."""
-    chat, _ = recorded("azure", folder, seed, share)
-    talk, _ = recorded("conversation", folder, seed, 0.75 * share)
+    """Mix conversation, B2B and Azure's chat: three service classes, two tenants."""
+    chat, _ = recorded_slice("azure", folder, seed, share)
+    conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)
     return mixed(
         [
-            Part(talk, 0.6, slo="standard", tenant="a"),
+            Part(conversation, 0.6, slo="standard", tenant="a"),
             Part(list(b2b(MIX_B2B_RATE, 900 * share, seed)), 1.0, slo="batch", tenant="b"),
             Part(chat, 1.0, slo="interactive", tenant="a"),
         ]
@@ -189,32 +241,40 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 
 
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
-    """Two tenants with conversations; the other one asks for `greed` times as much for as long, or the trace lasts."""
-    mine, span_s = recorded("conversation", folder, seed, share)
+    """Mix the conversations of two tenants; the second has `greed` times the load.
+
+    The second ends early if the trace is too short.
+    """
+    mine, span_s = recorded_slice("conversation", folder, seed, share)
     other = sliced(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
-    return mixed([Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")])
+    return mixed(
+        [Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")]
+    )
 
 
-def told(seen: Figures, load: float) -> dict[str, Any]:
-    """What of a run goes into the results."""
+def summarize(figures: Figures, load: float) -> dict[str, Any]:
+    """Return the figures of a run that the results include."""
     return {
         "load": load,
-        "attainment": seen.attainment,
-        "goodput": seen.goodput,
-        "token_goodput": seen.token_goodput,
-        "hit_ratio": seen.hit_ratio,
-        "of_ideal": seen.of_ideal,
-        "imbalance": seen.imbalance,
-        "ttft_p50": seen.ttft.p50 if seen.ttft else None,
-        "ttft_p99": seen.ttft.p99 if seen.ttft else None,
-        "tpot_p50": seen.tpot.p50 if seen.tpot else None,
-        "long_kept": seen.long_kept,
-        "wasted": seen.wasted,
-        "ttft_error": seen.ttft_error,
-        "ttft_error_p50": seen.ttft_error_p50,
-        "pick_us": seen.pick_us,
-        "offered": seen.offered,
-        "worst_tenant": seen.worst_tenant,
-        "refused": seen.ends.get("shed", 0) / max(1, seen.offered),
-        "tenants": {name: [one.attainment, one.ttft_p50_s, one.ttft_p99_s] for name, one in seen.tenants.items()},
+        "attainment": figures.attainment,
+        "goodput": figures.goodput,
+        "token_goodput": figures.token_goodput,
+        "hit_ratio": figures.hit_ratio,
+        "of_ideal": figures.of_ideal,
+        "imbalance": figures.imbalance,
+        "ttft_p50": figures.ttft.p50 if figures.ttft else None,
+        "ttft_p99": figures.ttft.p99 if figures.ttft else None,
+        "tpot_p50": figures.tpot.p50 if figures.tpot else None,
+        "long_kept": figures.long_kept,
+        "wasted": figures.wasted,
+        "ttft_error": figures.ttft_error,
+        "ttft_error_p50": figures.ttft_error_p50,
+        "pick_us": figures.pick_us,
+        "offered": figures.offered,
+        "worst_tenant": figures.worst_tenant,
+        "refused": figures.ends.get("shed", 0) / max(1, figures.offered),
+        "tenants": {
+            name: [item.attainment, item.ttft_p50_s, item.ttft_p99_s]
+            for name, item in figures.tenants.items()
+        },
     }

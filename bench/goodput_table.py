@@ -1,4 +1,7 @@
-"""The goodput bench's page: means over seeds, their spread, ratios to the best published rule. No measuring here."""
+"""The tables of docs/goodput.md: means over seeds, spreads, and ratios to the best published rule.
+
+Measuring is in bench/goodput_cells.py.
+"""
 
 from __future__ import annotations
 
@@ -7,139 +10,186 @@ from collections.abc import Callable, Iterable, Sequence
 from math import exp, log
 from statistics import fmean
 
-from bench.goodput_cells import Reading
+from bench.goodput_cells import Measurement
 
 OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
-"""Policies of this house: the others are published rules."""
+"""The project's own policies; the others are published rules."""
 
 
-def page(readings: Sequence[Reading]) -> str:
-    """docs/goodput.md."""
-    parts = [INTRODUCTION, *capacities(readings, "0.9"), *capacities(readings, "0.99")]
-    parts += [*agents(readings), *overload(readings), *split(readings)]
-    parts += [*trouble(readings), *tenants(readings), *errors(readings)]
+def page(measurements: Sequence[Measurement]) -> str:
+    """Return the generated part of docs/goodput.md."""
+    parts = [INTRODUCTION, *capacities(measurements, "0.9"), *capacities(measurements, "0.99")]
+    parts += [*agents(measurements), *overload(measurements), *split(measurements)]
+    parts += [*trouble(measurements), *tenants(measurements), *errors(measurements)]
     return "\n".join(parts) + "\n"
 
 
 INTRODUCTION = """# Goodput
 
-Written by `make goodput` (bench/goodput.py): the gateway's own policies and admissions before mock TP groups on a
-virtual clock. Capacity is the load at which 90 % of requests still meet both budgets, TTFT and TPOT; loads are
-multiples of the recorded rate, for b2b requests a second. Each cell is the mean over seeds and, after ±, half the
-spread between the lowest and the highest. Ratios are to the best published rule on the same workload. The weights of
-`priced` were chosen on other slices of the traces (conversation 0-1200 s, azure 0-900 s) and are the same everywhere.
-The knee of agents is at 280 users.
+Written by `make goodput` (bench/goodput.py): the gateway's policies and admissions with mock TP
+groups on a virtual clock. Capacity is the highest load at which 90 % of requests meet both budgets,
+TTFT and TPOT. Loads are multiples of the recorded rate; for b2b, requests per second. Each cell is
+the mean over seeds and, after ±, half the range. Ratios are to the best published rule on the same
+workload. The weights of `priced` were chosen on other slices of the traces (conversation 0-1200 s,
+azure 0-900 s) and are the same everywhere. With more than 280 users the contexts of the agents do
+not fit into the KV cache.
 """
 
 
 def grouped(
-    readings: Iterable[Reading],
+    measurements: Iterable[Measurement],
     table: str,
-    key: Callable[[Reading], tuple[str, str]],
-    value: Callable[[Reading], float],
+    key: Callable[[Measurement], tuple[str, str]],
+    value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """value by row and column, one per seed."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in readings:
-        if one.cell.table == table:
-            row, column = key(one)
-            found[row][column].append(value(one))
-    return found
+    """Return the values of a table by row and column, one for each seed."""
+    values_of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for item in measurements:
+        if item.cell.table == table:
+            row, column = key(item)
+            values_of[row][column].append(value(item))
+    return values_of
 
 
-def shown(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and half the spread."""
+def format_values(values: Sequence[float], digits: int = 2) -> str:
+    """Format the mean and half the range of values."""
     if not values:
         return "-"
     half = (max(values) - min(values)) / 2
     return f"{fmean(values):.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
 
 
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Markdown."""
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows] + [""]
 
 
-OF_IDLE = {"0.99": ("", "Of what an idle fleet keeps: some recorded prompts are too long for any.")}
+RELATIVE_NOTES = {
+    "0.99": ("", "Relative to an idle fleet: some recorded prompts are too long for any fleet.")
+}
+"""A paragraph below the heading, by target."""
 
 
-def capacities(readings: Sequence[Reading], target: str) -> list[str]:
-    """Policies by workloads, with the ratios that matter: seed by seed to the best published rule of that seed."""
-    met = [one for one in readings if target in one.capacities and one.cell.table == "capacity"]
+def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
+    """Return the table of capacities by policy and workload.
+
+    Ratios are to the best published rule with the same seed.
+    """
+    met = [
+        item for item in measurements if target in item.capacities and item.cell.table == "capacity"
+    ]
     if not met:
         return []
-    names = sorted({one.cell.workload for one in met})
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    names = sorted({item.cell.workload for item in met})
+    values_of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     best: dict[tuple[str, int], float] = defaultdict(float)
-    for one in met:
-        if one.cell.policy not in OURS:
-            key = one.cell.workload, one.cell.seed
-            best[key] = max(best[key], one.capacities[target])
-    for one in sorted(met, key=lambda one: one.cell.seed):
-        name, load = one.cell.workload, one.capacities[target]
-        found[one.cell.policy][name].append(load)
-        if best[name, one.cell.seed]:
-            ratios[one.cell.policy][name].append(load / best[name, one.cell.seed])
+    for item in met:
+        if item.cell.policy not in OURS:
+            key = item.cell.workload, item.cell.seed
+            best[key] = max(best[key], item.capacities[target])
+    for item in sorted(met, key=lambda item: item.cell.seed):
+        name, load = item.cell.workload, item.capacities[target]
+        values_of[item.cell.policy][name].append(load)
+        if best[name, item.cell.seed]:
+            ratios[item.cell.policy][name].append(load / best[name, item.cell.seed])
     rows = []
     for policy, row in sorted(ratios.items(), key=lambda item: -geomean(item[1])):
-        worst = f"{min(fmean(each) for each in row.values()):.2f}"
-        seeds = str(max(len(each) for each in row.values()))
-        rows.append([policy, *(shown(found[policy].get(name, ())) for name in names), seeds, worst, of_all(row, names)])
-    head = ["policy", *names, "seeds", "worst ratio to the best published", "geometric mean of ratios"]
-    return [f"## Capacity at {float(target):.0%} attainment", *OF_IDLE.get(target, ()), "", *table_of(head, rows)]
+        worst = f"{min(fmean(values) for values in row.values()):.2f}"
+        seeds = str(max(len(values) for values in row.values()))
+        rows.append(
+            [
+                policy,
+                *(format_values(values_of[policy].get(name, ())) for name in names),
+                seeds,
+                worst,
+                format_geomean(row, names),
+            ]
+        )
+    head = [
+        "policy",
+        *names,
+        "seeds",
+        "worst ratio to the best published",
+        "geometric mean of ratios",
+    ]
+    return [
+        f"## Capacity at {float(target):.0%} attainment",
+        *RELATIVE_NOTES.get(target, ()),
+        "",
+        *markdown_table(head, rows),
+    ]
 
 
-def of_all(row: dict[str, list[float]], names: Sequence[str]) -> str:
-    """The geometric mean, and over how many workloads where some were not measured."""
-    told = f"{geomean(row):.3f}"
-    return told if len(row) == len(names) else f"{told} ({len(row)} of {len(names)})"
+def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
+    """Format the geometric mean, and the number of workloads if some were not measured."""
+    mean = f"{geomean(row):.3f}"
+    return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Geometric mean over workloads of mean ratios; 0 or so where there is no capacity at all."""
-    return exp(fmean(log(max(fmean(each), 1e-6)) for each in row.values())) if row else 0.0
+    """Return the geometric mean over workloads of mean ratios; about 0 if a capacity is 0."""
+    return exp(fmean(log(max(fmean(ratios), 1e-6)) for ratios in row.values())) if row else 0.0
 
 
-def agents(readings: Sequence[Reading]) -> list[str]:
-    """Good requests a second by users."""
-    found = grouped(
-        readings,
+def agents(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the table of good requests per second by number of users."""
+    values_of = grouped(
+        measurements,
         "agents",
-        lambda one: (f"{one.cell.policy} / {one.cell.admission or 'all let in'}", f"{one.cell.load:g}"),
-        lambda one: one.figures["goodput"],
+        lambda item: (
+            f"{item.cell.policy} / {item.cell.admission or 'none'}",
+            f"{item.cell.load:g}",
+        ),
+        lambda item: item.figures["goodput"],
     )
-    if not found:
+    if not values_of:
         return []
-    names = sorted({name for row in found.values() for name in row}, key=float)
-    rows = [[policy, *(shown(row.get(name, ())) for name in names)] for policy, row in sorted(found.items())]
-    return ["## Agent sessions: good requests a second by users", "", *table_of(["policy / admission", *names], rows)]
+    names = sorted({name for row in values_of.values() for name in row}, key=float)
+    rows = [
+        [policy, *(format_values(row.get(name, ())) for name in names)]
+        for policy, row in sorted(values_of.items())
+    ]
+    return [
+        "## Agent sessions: good requests per second by users",
+        "",
+        *markdown_table(["policy / admission", *names], rows),
+    ]
 
 
-def overload(readings: Sequence[Reading]) -> list[str]:
-    """Token goodput at and beyond capacity over the best at capacity, by admission."""
+def overload(measurements: Sequence[Measurement]) -> list[str]:
+    """Return tables of token goodput by admission, relative to the best one at capacity."""
     base: dict[tuple[str, int], float] = defaultdict(float)
-    for one in readings:
-        if one.cell.table == "overload x1":
-            key = one.cell.workload, one.cell.seed
-            base[key] = max(base[key], one.figures["token_goodput"])
+    for item in measurements:
+        if item.cell.table == "overload x1":
+            key = item.cell.workload, item.cell.seed
+            base[key] = max(base[key], item.figures["token_goodput"])
     lines: list[str] = []
     for times in ("1", "2", "3"):
         rows = []
-        groups: dict[tuple[str, str], list[Reading]] = defaultdict(list)
-        for one in readings:
-            if one.cell.table == f"overload x{times}" and base[one.cell.workload, one.cell.seed]:
-                groups[one.cell.workload, one.cell.admission].append(one)
-        for (workload, admission), each in sorted(groups.items()):
-            held = [one.figures["token_goodput"] / base[workload, one.cell.seed] for one in each]
-            kept = [one.figures["long_kept"] for one in each if one.figures["long_kept"] is not None]
+        groups: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
+        for item in measurements:
+            if item.cell.table == f"overload x{times}" and base[item.cell.workload, item.cell.seed]:
+                groups[item.cell.workload, item.cell.admission].append(item)
+        for (workload, admission), group in sorted(groups.items()):
+            ratios = [
+                item.figures["token_goodput"] / base[workload, item.cell.seed] for item in group
+            ]
+            long_kept = [
+                item.figures["long_kept"] for item in group if item.figures["long_kept"] is not None
+            ]
             rows.append(
                 [
-                    *(workload, admission, shown(held), shown([one.figures["goodput"] for one in each])),
-                    f"{fmean(one.figures['refused'] for one in each):.1%}",
-                    f"{fmean(kept):.0%}" if kept else "-",
-                    f"{fmean(one.figures['wasted'] for one in each):.1%}",
+                    *(
+                        workload,
+                        admission,
+                        format_values(ratios),
+                        format_values([item.figures["goodput"] for item in group]),
+                    ),
+                    f"{fmean(item.figures['refused'] for item in group):.1%}",
+                    f"{fmean(long_kept):.0%}" if long_kept else "-",
+                    f"{fmean(item.figures['wasted'] for item in group):.1%}",
                 ]
             )
         if rows:
@@ -152,74 +202,116 @@ def overload(readings: Sequence[Reading]) -> list[str]:
                 "good of > 32k",
                 "wasted",
             ]
-            lines += [f"## {times} times capacity, policy priced", "", *table_of(head, rows)]
+            lines += [f"## {times} times capacity, policy priced", "", *markdown_table(head, rows)]
     return lines
 
 
-def trouble(readings: Sequence[Reading]) -> list[str]:
-    """Our policy's capacity with an old or a patchy view."""
-    found = grouped(
-        readings,
+def trouble(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the table of our policy's capacity with stale metrics or lost cache events."""
+    values_of = grouped(
+        measurements,
         "trouble",
-        lambda one: (
-            one.cell.workload,
-            {"": "as usual", "stale": "5 s stale", "lost": "events lost"}[one.cell.trouble],
+        lambda item: (
+            item.cell.workload,
+            {"": "as usual", "stale": "5 s stale", "lost": "events lost"}[item.cell.trouble],
         ),
-        lambda one: one.capacities["0.9"],
+        lambda item: item.capacities["0.9"],
     )
-    if not found:
+    if not values_of:
         return []
     names = ("as usual", "5 s stale", "events lost")
-    rows = [[name, *(shown(row.get(column, ())) for column in names)] for name, row in sorted(found.items())]
-    return ["## Capacity of priced with a worse view", "", *table_of(["workload", *names], rows)]
+    rows = [
+        [name, *(format_values(row.get(column, ())) for column in names)]
+        for name, row in sorted(values_of.items())
+    ]
+    return [
+        "## Capacity of priced with incomplete information",
+        "",
+        *markdown_table(["workload", *names], rows),
+    ]
 
 
-def tenants(readings: Sequence[Reading]) -> list[str]:
-    """How a tenant fares beside one that asks for more."""
+def tenants(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the table of a tenant's results next to one with a higher load."""
     rows = []
-    groups: dict[tuple[str, str, float], list[Reading]] = defaultdict(list)
-    for one in readings:
-        if one.cell.table == "tenants":
-            groups[one.cell.policy, one.cell.admission, one.cell.load].append(one)
-    for (policy, admission, greed), each in sorted(groups.items()):
-        quiet = [one.figures["tenants"]["a"] for one in each]
-        columns = [shown([one[place] for one in quiet]) for place in range(3)]
+    groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)
+    for item in measurements:
+        if item.cell.table == "tenants":
+            groups[item.cell.policy, item.cell.admission, item.cell.load].append(item)
+    for (policy, admission, greed), group in sorted(groups.items()):
+        quiet = [item.figures["tenants"]["a"] for item in group]
+        columns = [format_values([item[index] for item in quiet]) for index in range(3)]
         rows.append(
-            [policy, admission, f"{greed:g}x", *columns, f"{fmean(one.figures['refused'] for one in each):.0%}"]
+            [
+                policy,
+                admission,
+                f"{greed:g}x",
+                *columns,
+                f"{fmean(item.figures['refused'] for item in group):.0%}",
+            ]
         )
-    head = ["policy", "admission", "the other asks for", "attainment", "TTFT p50, s", "TTFT p99, s", "refused of all"]
-    return ["## A tenant beside one that asks for more", "", *table_of(head, rows)] if rows else []
+    head = [
+        "policy",
+        "admission",
+        "load of the other tenant",
+        "attainment",
+        "TTFT p50, s",
+        "TTFT p99, s",
+        "refused of all",
+    ]
+    return (
+        ["## A tenant next to one with a higher load", "", *markdown_table(head, rows)]
+        if rows
+        else []
+    )
 
 
-def errors(readings: Sequence[Reading]) -> list[str]:
-    """How far predictions of priced's TTFT are off at its capacity, over all requests that were served."""
+def errors(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the table of TTFT prediction errors of `priced` at capacity, over served requests."""
     names = ("ttft_error", "ttft_error_p50")
     groups: dict[str, list[list[float]]] = defaultdict(list)
-    for one in readings:
-        if one.cell.table == "capacity" and one.cell.policy == "priced" and one.figures["ttft_error"] is not None:
-            groups[one.cell.workload].append([one.figures[name] for name in names])
+    for item in measurements:
+        if (
+            item.cell.table == "capacity"
+            and item.cell.policy == "priced"
+            and item.figures["ttft_error"] is not None
+        ):
+            groups[item.cell.workload].append([item.figures[name] for name in names])
     rows = [
-        [workload, *(f"{fmean(values):.0%}" for values in zip(*each, strict=True))]
-        for workload, each in sorted(groups.items())
+        [workload, *(f"{fmean(values):.0%}" for values in zip(*group, strict=True))]
+        for workload, group in sorted(groups.items())
     ]
     head = ["workload", "MAPE", "median error"]
-    return ["## TTFT foreseen at the pick, policy priced at capacity", "", *table_of(head, rows)]
+    return [
+        "## TTFT predicted at the pick, policy priced at capacity",
+        "",
+        *markdown_table(head, rows),
+    ]
 
 
-def split(readings: Sequence[Reading]) -> list[str]:
-    """Capacity by TPOT budget for fleets whole and split."""
-    found = grouped(
-        readings,
+def split(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the table of capacity by TPOT budget for unsplit and split fleets."""
+    values_of = grouped(
+        measurements,
         "split",
-        lambda one: (f"{one.cell.fleet} {one.cell.policy}", f"{(one.cell.tpot_s or 0) * 1e3:g} ms"),
-        lambda one: one.capacities["0.9"],
+        lambda item: (
+            f"{item.cell.fleet} {item.cell.policy}",
+            f"{(item.cell.tpot_s or 0) * 1e3:g} ms",
+        ),
+        lambda item: item.capacities["0.9"],
     )
-    if not found:
+    if not values_of:
         return []
-    names = sorted({name for row in found.values() for name in row}, key=lambda name: float(name.split()[0]))
-    rows = [[fleet, *(shown(row.get(name, ())) for name in names)] for fleet, row in sorted(found.items())]
+    names = sorted(
+        {name for row in values_of.values() for name in row},
+        key=lambda name: float(name.split()[0]),
+    )
+    rows = [
+        [fleet, *(format_values(row.get(name, ())) for name in names)]
+        for fleet, row in sorted(values_of.items())
+    ]
     return [
         "## Prefill and decode: capacity by TPOT budget, conversation",
         "",
-        *table_of(["fleet and policy", *names], rows),
+        *markdown_table(["fleet and policy", *names], rows),
     ]

@@ -1,12 +1,16 @@
-/* A lean HTTP/1.1 load client: one thread, one epoll, latencies to the microsecond, the gateway's CPU read at the window's two edges.
+/* A minimal HTTP/1.1 load generator: one thread, one epoll, latencies in microseconds, and the CPU of
+ * the gateway in the window.
  *
  *     load --port P --bodies FILE --mode closed|open [--connections C] [--rate R] [--warmup-ms W] [--window-ms D]
  *          [--ramp-ms M] [--events-per-stream E] [--cpu-pids 1,2,3]
  *
- * closed: C connections, each asks again as soon as it is answered (with streams: C streams held).
- * open:   R requests a second whatever the answers do; a latency counts from the intended moment, on an idle connection or a new one.
- * FILE:   request bodies, each as <u32 length><bytes>, taken in turn; sixteen '#' in a body are overwritten with a number of the
- *         request, so that prompts share a prefix and never a whole. Prints one JSON object; requests, events and CPU are those of the window.
+ * closed: C connections, each of which sends the next request after its answer.
+ * open:   R requests per second, independent of the answers. A latency counts from the intended send
+ *         time; idle connections are reused.
+ * FILE:   request bodies, each as <u32 length><bytes>, used in turn. Sixteen '#' in a body are replaced
+ *         by the request's number, so that prompts share a prefix but are never equal.
+ *
+ * Prints one JSON object; requests, events and CPU are those of the window.
  */
 #include "wire.h"
 
@@ -63,7 +67,7 @@ static int64_t cpu_ns(void) {
     int64_t total = 0;
     for (int i = 0; i < opt.pid_n; i++) {
         struct timespec t;
-        clockid_t clock = (~(clockid_t)opt.pids[i] << 3) | 2; /* CPUCLOCK_SCHED of the whole process, ended threads included */
+        clockid_t clock = (~(clockid_t)opt.pids[i] << 3) | 2; /* CPUCLOCK_SCHED */
         if (clock_gettime(clock, &t)) { fprintf(stderr, "process %d has gone\n", opt.pids[i]); exit(3); }
         total += t.tv_sec * 1000000000LL + t.tv_nsec;
     }
@@ -128,7 +132,7 @@ static bool send_rest(conn_t *c) {
     return true;
 }
 
-/* Asks on this connection, opening it if need be; a request that could not even be sent counts as an error. */
+/* Send a request on this connection, opened if needed; a failure to send counts as an error. */
 static void ask(conn_t *c, int64_t intended_ns) {
     if (c->fd < 0 && !connect_now(c)) return;
     body_t *b = &bodies[serial % body_n];
@@ -165,7 +169,8 @@ static void finished(conn_t *c) {
     else c->next_idle = idle, idle = c;
 }
 
-/* Server-sent events end with an empty line; the first that carries generated text is the first token (the role comes before it). */
+/* Count server-sent events, which end with an empty line. The first with generated text is the first
+ * token; an event with the role precedes it. */
 static void count_events(conn_t *c, const char *p, size_t n) {
     long before = c->events;
     if (!c->first_seen && memmem(p, n, "\"content\":\" ", 12)) {
@@ -215,7 +220,7 @@ static void take_data(conn_t *c, const char **p, const char *end) {
 
 static int digit(char ch) { return ch <= '9' ? ch - '0' : (ch | 32) - 'a' + 10; }
 
-/* Feeds what was received; false when it is not an answer in HTTP/1.1. */
+/* Parse received bytes; returns false if they are not an HTTP/1.1 answer. */
 static bool feed(conn_t *c, const char *p, size_t n) {
     for (const char *end = p + n; p < end;) {
         switch (c->state) {

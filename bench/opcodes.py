@@ -1,11 +1,11 @@
-"""What a request costs in instructions of the interpreter, function by function: a count that no other load disturbs.
+"""Count the interpreter's instructions per request; other load on the machine does not change them.
 
-    python bench/opcodes.py                            # the totals
-    python bench/opcodes.py --kinds plain --functions  # and where they go, as a tree of calls
+    python bench/opcodes.py                            # totals
+    python bench/opcodes.py --kinds plain --functions  # by function, as a tree of calls
 
-The gateway of the bench (bench/systems.py) runs here, in this process, on the bench's backend, and answers one request after
-the other. Counted is whatever runs in the callbacks that carry a request: those of its client's connection, of its
-engine's, the writing at the end of a turn and the accounting after it. Sweeps, probes and scrapes are not.
+The gateway runs in this process on the backend of the other benchmarks and serves one request at a
+time. Only the callbacks of a request count: those of the client's and the engine's connection, the
+write queue's flush and the accounting. Health checks and scrapes do not count.
 """
 
 from __future__ import annotations
@@ -30,20 +30,36 @@ sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
 from gateway.config import load
+from gateway.http.fast_connection import Front
+from gateway.http.upstream import Connection
+from gateway.http.write_queue import Outbox
+from gateway.telemetry.accounting import Accounts
 
-CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle"))
+CALLBACKS = frozenset(
+    function.__qualname__
+    for function in (
+        Front.data_received,
+        Connection.data_received,
+        Outbox._turn,
+        Accounts.settle,
+    )
+)
+"""Qualified names of the event loop's callbacks whose instructions count."""
 WARM_UP, COUNTED = 32, 33
-SHORT, LONG = 4, 24  # chunks of two streams: what one costs more than the other is what chunks cost
+SHORT, LONG = 4, 24
+"""Chunks of two streams: the difference between their counts is the cost of the extra chunks."""
+
 QUESTION = "How does a water wheel work? ################"
 HEAD = (
-    "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench/1\r\nAccept: */*\r\n"
-    "Authorization: Bearer sk-bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench/1\r\n"
+    "Accept: */*\r\nAuthorization: Bearer sk-bench\r\nContent-Type: application/json\r\n"
+    "Content-Length: %d\r\n\r\n"
 )
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: its policy and its bodies, asked in turn."""
+    """One kind of request: the policy that routes it, and the bodies to send in turn."""
 
     name: str
     policy: str
@@ -51,7 +67,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """What is counted. A stream's chunks come 10 ms apart, so that each is read by itself."""
+    """Return the kinds of requests. Chunks come 10 ms apart, so that each is read on its own."""
     stream = {chunks: [paced(chunks, 10_000, 10_000)] for chunks in (SHORT, LONG)}
     long_prompts = prompt_tree(2_000, random.Random(2_000))
     return [
@@ -65,7 +81,7 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A function where it was called: instructions of its own, and what it called in turn."""
+    """A node of the call tree: a function's own instructions, and the functions that it called."""
 
     name: str
     own: int = 0
@@ -73,78 +89,79 @@ class Call:
 
     @property
     def total(self) -> int:
-        """Of its own and of all below it."""
+        """The instructions of this function and of all functions below it."""
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """The tree, callees in the order in which they were called first."""
+        """Yield the tree as lines: total, own, and the name, in the order of the first calls."""
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
             yield from call.lines(depth + 1)
 
 
-class Counting:
-    """Counts from the moment it is entered; `found` is the tree of what has run since then."""
+class CallCounter:
+    """A context manager that counts instructions parent the block; `root` is the tree of calls."""
 
     def __init__(self) -> None:
-        self.found = Call("request")
+        self.root = Call("request")
         self._stack: list[Call] = []
 
-    def __enter__(self) -> Counting:
-        sys.settrace(self._called)
+    def __enter__(self) -> CallCounter:
+        sys.settrace(self._trace_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
-    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+    def _trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_qualname
         if not self._stack and name not in CALLBACKS:
-            frame.f_trace = None  # a coroutine that was stepped in a callback before goes on in a task
+            # A coroutine that was first stepped in a callback may continue in a task.
+            frame.f_trace = None
             return None
-        inside = self._stack[-1] if self._stack else self.found
-        self._stack.append(inside.calls.setdefault(name, Call(name)))
+        parent = self._stack[-1] if self._stack else self.root
+        self._stack.append(parent.calls.setdefault(name, Call(name)))
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._went_on
+        return self._trace_frame
 
-    def _went_on(self, frame: FrameType, event: str, arg: object) -> Any:
+    def _trace_frame(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "opcode":
             self._stack[-1].own += 1
         elif event == "return":
             self._stack.pop()
-        return self._went_on
+        return self._trace_frame
 
 
-async def count(kind: Kind, base: int, work: Path) -> Call:
-    """The median request of its kind, by its total."""
-    system = next(each for each in all_systems(base) if each.key == f"{SOURCES}/{kind.policy}")
+async def count_kind(kind: Kind, base: int, work: Path) -> Call:
+    """Return the call tree of the kind's median request, by total instructions."""
+    system = next(item for item in all_systems(base) if item.key == f"{SOURCES}/{kind.policy}")
     return await median_call(Path(system.command(work, system.port)[-1]), system.port, kind.bodies)
 
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
-    """The median, by its total, of requests with these bodies, asked in turn of a gateway that runs here."""
+    """Send these bodies in turn to a gateway in this process; return the median request's calls."""
     app = App(load(config, {}))
     await app.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        found = []
+        calls = []
         for number in range(WARM_UP + COUNTED):
             body = bodies[number % len(bodies)].replace(b"#" * 16, b"%016x" % number)
-            with Counting() as counting:
+            with CallCounter() as counting:
                 writer.write((HEAD % len(body)).encode() + body)
-                await answered(reader)
+                await read_answer(reader)
                 await asyncio.sleep(0)
-            found.append(counting.found)
+            calls.append(counting.root)
         writer.close()
     finally:
         await app.stop()
-    counted = found[WARM_UP:]
+    counted = calls[WARM_UP:]
     middle = median_low(call.total for call in counted)
     return next(call for call in counted if call.total == middle)
 
 
-async def answered(reader: asyncio.StreamReader) -> None:
-    """Until an answer, whole or streamed, has come to its end."""
+async def read_answer(reader: asyncio.StreamReader) -> None:
+    """Read one answer, streamed or not, to its end."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert " 200 " in head.partition("\r\n")[0], head
     if "transfer-encoding: chunked" in head:
@@ -154,24 +171,28 @@ async def answered(reader: asyncio.StreamReader) -> None:
 
 
 def main() -> None:
-    """Prints a line per kind, and what a chunk costs where both streams were counted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="", help="only those whose name begins so")
-    parser.add_argument("--functions", action="store_true", help="show the calls: instructions with all below, own")
+    """Print the total of each kind, and the cost of a chunk if both streams were counted."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default="", help="count only kinds whose name begins with this")
+    parser.add_argument(
+        "--functions", action="store_true", help="print the tree of calls, total and own counts"
+    )
     options = parser.parse_args()
     build_tools()
     base, totals = free_base(), {}
     with tempfile.TemporaryDirectory(prefix="penstock-opcodes-") as work, backend(base):
         for kind in kinds():
             if kind.name.startswith(options.kinds):
-                call = uvloop.run(count(kind, base, Path(work)))
+                call = uvloop.run(count_kind(kind, base, Path(work)))
                 totals[kind.name] = call.total
                 print(f"{call.total:6}  {kind.name}")
                 if options.functions:
                     print("\n".join(call.lines()))
     ends = [totals.get(f"stream of {chunks} chunks") for chunks in (SHORT, LONG)]
     if None not in ends:
-        print(f"{(ends[1] - ends[0]) / (LONG - SHORT):6.0f}  a chunk that is read by itself")
+        print(f"{(ends[1] - ends[0]) / (LONG - SHORT):6.0f}  per chunk that is read on its own")
 
 
 if __name__ == "__main__":

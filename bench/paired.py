@@ -1,13 +1,13 @@
-"""CPU per request and per chunk of two versions of the gateway, in paired windows that alternate.
+"""Compare the CPU per request and chunk of two versions of the gateway in paired windows.
 
     make bench-paired BASE=main~20
     python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--compiled]
 
-BASE and HEAD are git revisions; without --head the working tree as it stands is measured. Both
-gateways run at the same time with the same configuration, on the same core and before the same
-backend (bench/backend.c). Each pair is one window of each, in random order. The figure is the median of
-the paired ratios with its 95 % interval by order statistics, which assumes no distribution.
-Instruction counts (bench/opcodes.py) follow; other load on the machine does not disturb them.
+BASE and HEAD are git revisions; without --head the working tree is measured. Both gateways run at
+the same time with the same configuration, core and backend (bench/backend.c). Each pair is one
+window of each version, in random order. The figure is the median of the paired ratios with its
+95 % interval by order statistics, which assumes no distribution. Instruction counts
+(bench/opcodes.py) follow; other load on the machine does not change them.
 
 Exit status: 0 if the upper end of every interval is at most --limit (1.02), else 1.
 """
@@ -42,7 +42,7 @@ from systems import (
 
 @dataclass(frozen=True)
 class PairedCell:
-    """One kind of traffic: its name, the policy that serves it, and how CPU per unit is measured."""
+    """One kind of traffic: its name, its policy, and the measurement of its CPU per unit."""
 
     name: str
     policy: str
@@ -58,7 +58,7 @@ CELLS = (
 
 
 def main() -> int:
-    """Measure every cell and print one line per cell; the exit status says whether the limit holds."""
+    """Measure every cell and print a line for each; return 1 if an interval exceeds the limit."""
     options = _options()
     build_tools()
     base = free_base()
@@ -74,8 +74,10 @@ def main() -> int:
     return 0 if highest <= options.limit else 1
 
 
-def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random) -> float:
-    """Print the ratios of all cells; the highest upper end of their intervals."""
+def _compare(
+    old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random
+) -> float:
+    """Print the ratios of all cells and return the highest upper end of their intervals."""
     pace, highest = Pace(options.window_ms, 300), 0.0
     for policy in dict.fromkeys(cell.policy for cell in CELLS):
         with ExitStack() as stack:
@@ -88,7 +90,9 @@ def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work:
                 pair.append(start(system, place))
                 stack.callback(pair[-1].stop)
             for cell in (cell for cell in CELLS if cell.policy == policy):
-                figures = [_measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)]
+                figures = [
+                    _measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)
+                ]
                 highest = max(highest, _print_cell(cell, figures))
     return highest
 
@@ -96,11 +100,11 @@ def _compare(old: Path, new: Path, options: argparse.Namespace, base: int, work:
 def _measure_pair(
     cell: PairedCell, pair: list[Running], pace: Pace, work: Path, order: random.Random
 ) -> tuple[float, float]:
-    """CPU in us per unit of the old and of the new version, measured one after the other."""
+    """Return the CPU in us per unit of the old and the new version, measured in random order."""
     turns = [0, 1]
     order.shuffle(turns)
-    found = {turn: cell.measure(pair[turn], pace, work)["cpu"] for turn in turns}
-    return found[0], found[1]
+    cpu_us = {turn: cell.measure(pair[turn], pace, work)["cpu"] for turn in turns}
+    return cpu_us[0], cpu_us[1]
 
 
 def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
@@ -116,7 +120,7 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
-    """The sources of a revision, or the working tree for None; compiled into `place` if asked for."""
+    """Yield the folder of a revision's sources (None: the working tree), compiled on request."""
     home = ROOT
     if revision is not None:
         home = place
@@ -126,7 +130,9 @@ def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path
             yield home
             return
         built = place.with_name(f"{place.name}-compiled")
-        command = [sys.executable, str(home / "deploy" / "compile.py"), str(built)]
+        command = [sys.executable, "-m", "tools.compile.compile", str(built)]
+        if not (home / "tools" / "compile").is_dir():  # a revision before the move to tools/
+            command = [sys.executable, str(home / "deploy" / "compile.py"), str(built)]
         subprocess.run(command, check=True, cwd=home)
         yield built
     finally:
@@ -139,20 +145,27 @@ def _git(*arguments: str) -> None:
 
 
 def _print_instructions(*homes: Path) -> None:
-    """The output of each tree's own bench/opcodes.py."""
+    """Print the output of each version's own bench/opcodes.py."""
     for name, home in zip(("old", "new"), homes, strict=True):
         print(f"instructions, {name}:", flush=True)
-        subprocess.run([sys.executable, "bench/opcodes.py"], check=True, cwd=home)
+        script = Path("bench", "opcodes.py")
+        if not (home / script).is_file():  # a revision before the move out of tests/
+            script = Path("tests") / script
+        subprocess.run([sys.executable, str(script)], check=True, cwd=home)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="paired.py", description="Compare the CPU of two versions of the gateway.")
+    parser = argparse.ArgumentParser(
+        prog="paired.py", description="Compare the CPU of two versions of the gateway."
+    )
     parser.add_argument("base", help="git revision to compare with")
-    parser.add_argument("--head", help="git revision to measure (the working tree)")
+    parser.add_argument("--head", help="git revision to measure (default: the working tree)")
     parser.add_argument("--pairs", type=int, default=24, help="windows of each version per cell")
     parser.add_argument("--window-ms", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1, help="of the order within pairs")
-    parser.add_argument("--limit", type=float, default=1.02, help="greatest upper end of an interval")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the order within pairs")
+    parser.add_argument(
+        "--limit", type=float, default=1.02, help="highest allowed upper end of an interval"
+    )
     parser.add_argument("--compiled", action="store_true", help="compile both versions first")
     return parser.parse_args()
 

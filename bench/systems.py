@@ -1,6 +1,6 @@
-"""The systems under comparison: how each is installed, configured, started, pinned and found in /proc.
+"""The systems under comparison: how to install, configure, start and pin them, and read /proc.
 
-Not here: what is measured on them (bench/cells.py) and how it is shown (bench/table.py). Everything listens on 127.0.0.1.
+Measurements are in bench/cells.py, tables in bench/table.py. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ GATEWAY_CORE, LOAD_CORE = 0, 1
 BACKENDS = 4
 COMPILED = ROOT / "build" / "compiled"
 OURS, SOURCES = "penstock", "penstock sources"
-ADMIN, AFRESH = 100, 50  # offsets of a system's port for its metrics, and for a second process of it
+ADMIN, SECOND = 100, 50
+"""Offsets to a system's port: for its metrics, and for a second process of it."""
+
 MODEL = "bench-model"
 
 
 class NotMeasurable(Exception):
-    """A system could not be installed or started; the comparison goes on without it and says so."""
+    """A system cannot be installed, started or measured; the report omits it with the reason."""
 
 
 _ANY_CERTIFICATE = ssl.create_default_context()
@@ -47,7 +49,11 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway with one policy: a name for the table, a port, how to start it in a work directory, its own place."""
+    """One gateway with one policy.
+
+    command  builds the command line from a folder for temporary files and a port
+    home     working directory of the process
+    """
 
     name: str
     policy: str
@@ -62,7 +68,10 @@ class System:
 
 
 def free_base() -> int:
-    """The first of a few round port numbers from which the backend's ports are free; the systems' follow 100 above."""
+    """Return a round port number from which the backend's ports are free.
+
+    The ports of the systems begin 100 above.
+    """
     for base in range(19000, 26000, 1000):
         try:
             for port in range(base, base + BACKENDS):
@@ -72,24 +81,26 @@ def free_base() -> int:
         except OSError:
             continue
         return base
-    raise SystemExit("peers.py finds no free ports from 19000 to 25000")
+    raise SystemExit("no free ports for the backend from 19000 to 25000")
 
 
 def backend_urls(base: int) -> list[str]:
-    """The static TP groups that every system serves."""
+    """Return the URLs of the static TP groups that every system serves."""
     return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Files of a certificate and its key, for a listener with TLS."""
+    """The files of a TLS certificate and its private key."""
 
     certificate: Path
     key: Path
 
 
-def penstock_command(policy: str, urls: list[str], tls: Certificate | None = None) -> Callable[[Path, int], list[str]]:
-    """How to start our gateway with this policy before these endpoints."""
+def penstock_command(
+    policy: str, urls: list[str], tls: Certificate | None = None
+) -> Callable[[Path, int], list[str]]:
+    """Return a function that builds the command of our gateway with this policy and endpoints."""
     section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
 
     def command(work: Path, port: int) -> list[str]:
@@ -107,29 +118,44 @@ def penstock_command(policy: str, urls: list[str], tls: Certificate | None = Non
     return command
 
 
-def _router(module: str, policy: str, quiet: str, urls: list[str]) -> Callable[[Path, int], list[str]]:
+def _router(
+    module: str, policy: str, quiet: str, urls: list[str]
+) -> Callable[[Path, int], list[str]]:
     def command(work: Path, port: int) -> list[str]:
         return [
             *(str(PEERS_VENV / "bin" / "python"), "-m", module),
             *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls),
             *("--policy", policy, "--prometheus-port", str(port + ADMIN), "--log-level", quiet),
-            *("--max-concurrent-requests", "20000", "--queue-size", "20000", "--worker-startup-check-interval", "1"),
+            *(
+                "--max-concurrent-requests",
+                "20000",
+                "--queue-size",
+                "20000",
+                "--worker-startup-check-interval",
+                "1",
+            ),
         ]
 
     return command
 
 
-def nginx_command(urls: list[str], work: Path, port: int, tls: Certificate | None = None) -> list[str]:
-    """How to start nginx as a proxy before these endpoints."""
+def nginx_command(
+    urls: list[str], work: Path, port: int, tls: Certificate | None = None
+) -> list[str]:
+    """Write nginx's configuration as a proxy of these endpoints, and return its command."""
     work = work / f"nginx-{port}"
     work.mkdir(exist_ok=True)
     encrypt = ""
     if tls is not None:
-        encrypt = f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; ssl_protocols TLSv1.2 TLSv1.3;"
+        encrypt = (
+            f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; "
+            "ssl_protocols TLSv1.2 TLSv1.3;"
+        )
     servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
     config = work / "nginx.conf"
     temp = "\n".join(
-        f"  {kind}_temp_path {work / kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        f"  {kind}_temp_path {work / kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     config.write_text(f"""
 worker_processes 1;
@@ -166,8 +192,11 @@ http {{
 
 
 def all_systems(base: int) -> list[System]:
-    """Every gateway with every policy that some cell asks for; `direct` is the backend itself. Ours is there twice:
-    compiled, as the image has it, and from the sources."""
+    """Return every gateway with every policy that a cell uses.
+
+    `direct` is the backend without a gateway. Penstock appears twice: compiled, as in the image,
+    and from its sources.
+    """
     sglang, vllm = "sglang_router.launch_router", "vllm_router.launch_router"
     urls = backend_urls(base)
     return [
@@ -175,10 +204,18 @@ def all_systems(base: int) -> list[System]:
         System("nginx", "round_robin", base + 100, partial(nginx_command, urls)),
         System(OURS, "round_robin", base + 101, penstock_command("round_robin", urls), COMPILED),
         System(OURS, "prefix_aware", base + 102, penstock_command("prefix_aware", urls), COMPILED),
-        System("sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)),
-        System("sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)),
-        System("vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)),
-        System("vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)),
+        System(
+            "sglang-router", "round_robin", base + 103, _router(sglang, "round_robin", "warn", urls)
+        ),
+        System(
+            "sglang-router", "cache_aware", base + 104, _router(sglang, "cache_aware", "warn", urls)
+        ),
+        System(
+            "vllm-router", "round_robin", base + 105, _router(vllm, "round_robin", "warning", urls)
+        ),
+        System(
+            "vllm-router", "cache_aware", base + 106, _router(vllm, "cache_aware", "warning", urls)
+        ),
         System(SOURCES, "round_robin", base + 107, penstock_command("round_robin", urls)),
         System(SOURCES, "prefix_aware", base + 108, penstock_command("prefix_aware", urls)),
     ]
@@ -188,67 +225,87 @@ def all_systems(base: int) -> list[System]:
 
 
 def compile_penstock() -> dict[str, str]:
-    """Compiles our hot path as the image does, from the sources as they are now. Name -> reason where that fails."""
-    command = [sys.executable, str(ROOT / "deploy" / "compile.py"), str(COMPILED)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+    """Compile penstock as for the image; on failure, return the reason by the system's name."""
+    command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return (
+        {OURS: f"not compiled: {done.stderr.strip().splitlines()[-1:]}"} if done.returncode else {}
+    )
 
 
-def how_built(*, compiled: bool) -> str:
-    """For whoever reads the table: what our columns are."""
+def describe_build(*, compiled: bool) -> str:
+    """Describe in a sentence how the penstock columns of the table were built."""
     if not compiled:
         return f"{SOURCES} is not compiled"
-    compiler = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    compiler = subprocess.run(
+        ["cc", "--version"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[0]
     return f"{OURS} is compiled by Cython {version_of('cython')} and {compiler}; {SOURCES} is not"
 
 
 def build_tools() -> None:
-    """Compiles backend and load into bin/ when their sources are newer."""
+    """Compile backend.c and load.c into bin/ if their sources are newer."""
     BIN.mkdir(exist_ok=True)
     for tool in ("backend", "load"):
-        made, sources = BIN / tool, (HERE / f"{tool}.c", HERE / "wire.h")
-        if made.exists() and all(made.stat().st_mtime > source.stat().st_mtime for source in sources):
+        program, sources = BIN / tool, (HERE / f"{tool}.c", HERE / "wire.h")
+        if program.exists() and all(
+            program.stat().st_mtime > source.stat().st_mtime for source in sources
+        ):
             continue
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise SystemExit("peers.py needs a C compiler (cc or gcc) for its backend and load generator")
-        subprocess.run([compiler, "-O2", "-std=gnu11", "-o", str(made), str(sources[0])], check=True)
+            raise SystemExit("the backend and the load generator need a C compiler (cc or gcc)")
+        subprocess.run(
+            [compiler, "-O2", "-std=gnu11", "-o", str(program), str(sources[0])], check=True
+        )
 
 
 def install_peers() -> dict[str, str]:
-    """Puts the routers into a venv of their own. Returns name -> reason for those that cannot be had."""
+    """Install the routers into their own venv; return the reasons of failures by name."""
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
-        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True)
+        subprocess.run(
+            ["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS_VENV)], check=True
+        )
     missing: dict[str, str] = {}
     for name, version in PEERS.items():
         module = name.replace("-", "_")
-        wanted = f"import importlib.metadata as m, {module}; assert m.version({name!r}) == {version!r}"
-        if subprocess.run([str(python), "-c", wanted], capture_output=True, check=False).returncode == 0:
+        wanted = (
+            f"import importlib.metadata as m, {module}; assert m.version({name!r}) == {version!r}"
+        )
+        if (
+            subprocess.run([str(python), "-c", wanted], capture_output=True, check=False).returncode
+            == 0
+        ):
             continue
         pip = [str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}"]
         done = subprocess.run(pip, capture_output=True, text=True, check=False)
         if done.returncode:
-            missing[name] = f"pip cannot install {name}=={version}: {done.stderr.strip().splitlines()[-1:]}"
+            missing[name] = (
+                f"pip cannot install {name}=={version}: {done.stderr.strip().splitlines()[-1:]}"
+            )
     return missing
 
 
 def nginx_binary() -> str:
-    """The nginx to measure; raises NotMeasurable where there is none."""
-    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
-    if found is None:
+    """Return the path of nginx. Raises NotMeasurable if it is not installed."""
+    path = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+    if path is None:
         raise NotMeasurable("nginx is not installed (apt-get install nginx-light)")
-    return found
+    return path
 
 
 def install_nginx() -> None:
-    """Tries the system's package manager once, where it may be used without asking."""
+    """Install nginx by apt-get if it is missing and this process runs as root."""
     if shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin") or os.geteuid() != 0:
         return
     if shutil.which("apt-get"):
         command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "nginx-light"]
         subprocess.run(
-            command, capture_output=True, check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            command,
+            capture_output=True,
+            check=False,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
 
 
@@ -256,28 +313,29 @@ def install_nginx() -> None:
 
 
 def pinned(core: int, command: list[str]) -> list[str]:
-    """The command on one core, where the machine has a second one for everything else."""
+    """Return the command pinned to a core, or unchanged on a machine with one core."""
     if shutil.which("taskset") is None or (os.cpu_count() or 1) < 2:
         return command
     return ["taskset", "-c", str(core), *command]
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [pid]
-    for parent in found:
+    """Return the process ids of a process and all its descendants."""
+    pids = [pid]
+    for parent in pids:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            found += [int(child) for child in task.read_text().split()]
-    return found
+            pids += [int(child) for child in task.read_text().split()]
+    return pids
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Processor time of some processes so far, threads that have ended included (CPUCLOCK_SCHED of each process)."""
+    """Return the total processor time of processes, including their ended threads."""
+    # The clock id is CPUCLOCK_SCHED of a process (see clock_getcpuclockid).
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def core_busy_s(core: int) -> float:
-    """Processor time that anybody has used on a core so far: all of /proc/stat but idle and waiting for disks."""
+    """Return the processor time used on a core since boot (/proc/stat without idle and iowait)."""
     for line in Path("/proc/stat").read_text().splitlines():
         if line.startswith(f"cpu{core} "):
             ticks = [int(field) for field in line.split()[1:9]]
@@ -286,14 +344,14 @@ def core_busy_s(core: int) -> float:
 
 
 def rss_bytes(pids: list[int]) -> int:
-    """Resident memory of some processes together."""
+    """Return the total resident memory of processes."""
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
 class Running:
-    """A started system and the processes it consists of."""
+    """A started system and its processes."""
 
     system: System
     process: subprocess.Popen[bytes] | None
@@ -303,7 +361,7 @@ class Running:
         return process_tree(self.process.pid) if self.process else []
 
     def stop(self) -> None:
-        """Ends it politely, then firmly."""
+        """Send SIGTERM, and SIGKILL after 5 s."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -316,15 +374,25 @@ class Running:
 
 
 def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
-    """Starts a system on the gateway's core and waits until it serves; otherwise NotMeasurable, with its log's end."""
+    """Start a system on the gateway's core and wait until it serves.
+
+    Raises NotMeasurable with the end of its log if it ends or does not serve within `wait_s`.
+    """
     command = system.command(work, system.port)
     if not command:
         return Running(system, None)
     log = work / f"{system.name}-{system.policy}.log"
-    # The routers would ask a hub for a tokenizer of "bench-model": nothing here leaves the machine.
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    # The routers would look up a tokenizer of "bench-model" on a hub; keep all traffic local.
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "NO_COLOR": "1",
+    }
     with log.open("wb") as sink:
-        process = subprocess.Popen(pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env)
+        process = subprocess.Popen(
+            pinned(GATEWAY_CORE, command), cwd=system.home, stdout=sink, stderr=sink, env=env
+        )
     running = Running(system, process)
     try:
         _await_service(running, time.monotonic() + wait_s)
@@ -335,31 +403,35 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     return running
 
 
-def start_afresh(system: System, work: Path) -> Running:
-    """A second, new process of a system that is running already, beside it."""
-    beside = work / "afresh"
-    beside.mkdir(exist_ok=True)
-    return start(replace(system, port=system.port + AFRESH), beside)
+def start_second(system: System, work: Path) -> Running:
+    """Start a second process of a running system on another port."""
+    folder = work / "second"
+    folder.mkdir(exist_ok=True)
+    return start(replace(system, port=system.port + SECOND), folder)
 
 
 def _await_service(running: Running, deadline: float) -> None:
-    """Until twenty requests in a row are answered: a router may be up before it knows all its endpoints."""
+    """Wait for twenty answers in a row: a router may start before it knows all its endpoints."""
     in_a_row = 0
     while in_a_row < 20:
         if running.process is not None and running.process.poll() is not None:
-            raise NotMeasurable(f"{running.system.key} ended with status {running.process.returncode}")
+            raise NotMeasurable(
+                f"{running.system.key} ended with status {running.process.returncode}"
+            )
         if time.monotonic() > deadline:
             raise NotMeasurable(f"{running.system.key} did not serve in time")
-        if _answers(running.system):
+        if _is_serving(running.system):
             in_a_row += 1
         else:
             in_a_row = 0
             time.sleep(0.2)
 
 
-def _answers(system: System) -> bool:
+def _is_serving(system: System) -> bool:
     body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"ready?"}}]}}'.encode()
-    request = urllib.request.Request(f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body)
+    request = urllib.request.Request(
+        f"{system.scheme}://127.0.0.1:{system.port}/v1/chat/completions", body
+    )
     request.add_header("content-type", "application/json")
     try:
         with urllib.request.urlopen(request, timeout=2, context=_ANY_CERTIFICATE) as answer:
@@ -370,7 +442,7 @@ def _answers(system: System) -> bool:
 
 @contextmanager
 def backend(base: int) -> Iterator[None]:
-    """The static TP groups, on the load generator's core."""
+    """Run the static TP groups on the load generator's core while the block runs."""
     command = [str(BIN / "backend"), "--port", str(base), "--ports", str(BACKENDS)]
     process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
     try:

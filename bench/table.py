@@ -1,4 +1,7 @@
-"""From samples to a table: medians, ratios to the peers, goals met or missed. No measuring here."""
+"""The table of `make bench`: medians, ratios to the peers, and which goals are met.
+
+Measuring is in bench/cells.py.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from cells import Row
 from systems import OURS, SOURCES
 
 COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "nginx", "direct")
-QUIET = 0.05  # more of the gateway's core than this to others, and the numbers are about them too
+MAX_OTHERS = 0.05
+"""Highest share of the gateway's core that other processes may use in a valid run."""
 
 
 @dataclass
 class Results:
-    """Samples by row and system, in the order they were taken, and what could not be measured and why."""
+    """Samples by row and system in the order of measurement, and reasons for missing samples."""
 
     rows: list[Row]
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -30,19 +34,19 @@ class Results:
 
     @property
     def ours(self) -> str:
-        """Which of us is judged: compiled, as the image has it; the sources alone where that was not measured."""
+        """The column that goals apply to: compiled, or the sources if only they were measured."""
         measured = {system for systems in self.samples.values() for system in systems}
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
 
     def median(self, row: Row, system: str) -> float | None:
-        """The median of the rounds, None where the system was not measured."""
+        """Return the median of the rounds; None if the system was not measured."""
         values = self.samples.get(row.name, {}).get(system)
         return median(values) if values else None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One goal of one row: what was asked, what came out."""
+    """One goal of one row, the measured value, and whether it meets the goal."""
 
     row: str
     goal: str
@@ -51,7 +55,7 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> float | None:
-    """Our number beside another system's: the ratio, or for latencies the difference."""
+    """Return our value's ratio to another system's, or the difference if the row is `added`."""
     ours, theirs = results.median(row, results.ours), results.median(row, other)
     if ours is None or theirs is None:
         return None
@@ -59,58 +63,81 @@ def compare(results: Results, row: Row, other: str) -> float | None:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every goal that could be judged."""
-    found: list[Verdict] = []
+    """Return a verdict for every goal with the needed measurements."""
+    checked: list[Verdict] = []
     for row in results.rows:
         ours = results.median(row, results.ours)
         if row.limit is not None and ours is not None:
-            found.append(Verdict(row.name, f"<= {row.limit:g} {row.unit}", ours, ours <= row.limit))
+            checked.append(
+                Verdict(row.name, f"<= {row.limit:g} {row.unit}", ours, ours <= row.limit)
+            )
         for other, most in row.goals.items():
             value = compare(results, row, other)
             if value is not None:
-                goal = f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
-                found.append(Verdict(row.name, goal, value, value <= most))
-    return found
+                goal = (
+                    f"<= {other} + {most:g} {row.unit}" if row.added else f"<= {most:g} x {other}"
+                )
+                checked.append(Verdict(row.name, goal, value, value <= most))
+    return checked
 
 
 def markdown(results: Results) -> str:
-    """The table as it stands in the docs: medians, then our number beside each peer's, then the goals."""
+    """Return the table for the documentation: medians, comparisons with each peer, and goals."""
     others = [name for name in COLUMNS if name != results.ours]
     lines = [
-        "| | unit | " + " | ".join(COLUMNS) + " | " + " | ".join(f"vs {name}" for name in others) + " |",
+        "| | unit | "
+        + " | ".join(COLUMNS)
+        + " | "
+        + " | ".join(f"vs {name}" for name in others)
+        + " |",
         "|---|---|" + "--:|" * (len(COLUMNS) + len(others)),
     ]
     for row in results.rows:
-        numbers = [_number(results.median(row, name)) for name in COLUMNS]
-        beside = [_beside(results, row, name) for name in others]
-        lines.append(f"| {row.name} | {row.unit} | " + " | ".join(numbers + beside) + " |")
-    judged = verdicts(results)
-    if judged:
-        lines += ["", "| goal | asked | measured | |", "|---|---|--:|---|"]
-        lines += [f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |" for v in judged]
+        numbers = [_format_value(results.median(row, name)) for name in COLUMNS]
+        comparisons = [_format_comparison(results, row, name) for name in others]
+        lines.append(f"| {row.name} | {row.unit} | " + " | ".join(numbers + comparisons) + " |")
+    judgements = verdicts(results)
+    if judgements:
+        lines += ["", "| goal | required | measured | |", "|---|---|--:|---|"]
+        lines += [
+            f"| {v.row} | {v.goal} | {v.value:.2f} | {'met' if v.met else '**missed**'} |"
+            for v in judgements
+        ]
     if results.others:
         usual, worst = median(results.others), max(results.others)
-        lines.append(f"\nOther processes had {usual:.0%} of the gateway's core in the median, {worst:.0%} at worst.")
-        if usual > QUIET:
-            lines.append("**The machine was not quiet**: latencies are too high and chunks too cheap; take it again.")
-    lines += [f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())]
+        lines.append(
+            f"\nOther processes used {usual:.0%} of the gateway's core in the median, "
+            f"{worst:.0%} at worst."
+        )
+        if usual > MAX_OTHERS:
+            lines.append(
+                "**The machine was busy**: latencies are too high and chunks too cheap; "
+                "measure again."
+            )
+    lines += [
+        f"\nNot measured: {name}: {reason}" for name, reason in sorted(results.problems.items())
+    ]
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _beside(results: Results, row: Row, other: str) -> str:
+def _format_comparison(results: Results, row: Row, other: str) -> str:
     value = compare(results, row, other)
     return "" if value is None else f"{value:+.2f}" if row.added else f"{value:.2f}×"
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Everything: every sample, the medians, the goals."""
+    """Return all samples, medians and goals for the JSON report."""
     return {
         "settings": results.settings,
-        "machine": {"cpu": cpu_name(), "kernel": platform.release(), "python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_name(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
         "rows": [
             {
                 "name": row.name,
@@ -120,14 +147,20 @@ def as_json(results: Results) -> dict[str, Any]:
             }
             for row in results.rows
         ],
-        "goals": [{"row": v.row, "goal": v.goal, "value": v.value, "met": v.met} for v in verdicts(results)],
+        "goals": [
+            {"row": v.row, "goal": v.goal, "value": v.value, "met": v.met}
+            for v in verdicts(results)
+        ],
         "not_measured": results.problems,
         "others_on_gateway_core": results.others,
     }
 
 
 def cpu_name() -> str:
-    """As the kernel calls it; CPU figures of different machines cannot be compared, ratios can."""
+    """Return the kernel's name of the processor.
+
+    CPU times of different processors cannot be compared, but ratios can.
+    """
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -135,12 +168,14 @@ def cpu_name() -> str:
 
 
 def write_docs(page: Path, results: Results) -> None:
-    """Replaces what stands between the markers of a page."""
+    """Replace the text between the markers of a page by the table."""
     begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, ends, after = rest.partition(end)
-    if not found or not ends:
+    before, has_begin, remainder = page.read_text().partition(begin)
+    _, has_end, after = remainder.partition(end)
+    if not has_begin or not has_end:
         raise SystemExit(f"{page} has no {begin} ... {end}")
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
-    taken = f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."
-    page.write_text(f"{before}{begin}\n{taken}\n\n{markdown(results)}\n{end}{after}")
+    caption = (
+        f"Medians of {results.settings['rounds']} rounds; {machine}. {results.settings['built']}."
+    )
+    page.write_text(f"{before}{begin}\n{caption}\n\n{markdown(results)}\n{end}{after}")

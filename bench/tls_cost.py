@@ -1,14 +1,15 @@
-"""What TLS costs: CPU of the gateway and of nginx for the same traffic, each plain and with TLS, in one run.
+"""Measure the CPU cost of TLS: the gateway and nginx serve the same traffic plain and with TLS.
 
     make bench-tls
     python bench/tls_cost.py [--rounds N] [--window-ms D] [--compiled]
 
-All four serve the same backend (bench/backend.c) from the same core, with the same certificate. Each round has a window of
-each, in random order. The load generator speaks plain HTTP: a second nginx on its core passes every request on to the
-system under test, over TLS where that has it, and over plain HTTP where not. CPU is that of the system's processes.
+All four systems serve the same backend (bench/backend.c) from the same core with the same
+certificate. Each round has a window of each, in random order. The load generator speaks plain HTTP.
+A second nginx on the load generator's core forwards its requests to the system under test, with or
+without TLS. CPU is that of the processes of the system under test.
 
-"added" is the median of the differences between TLS and plain of the same round, with its 95 % interval by order
-statistics.
+"added" is the median difference between TLS and plain in the same round, with its 95 % interval by
+order statistics.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from systems import (
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")
 KEPT, NEW = 200, 300
-"""Offsets of the ports of the second nginx: it keeps its connections to the system, or opens one for each request."""
+"""Offsets of the second nginx's ports: keep-alive to the system, or a connection per request."""
 
 
 @dataclass(frozen=True)
 class TlsCell:
-    """One kind of traffic: its name, how it is measured, and the offset of the ports that it goes to."""
+    """One kind of traffic: its name, its measurement, and the offset of the port that it uses."""
 
     name: str
     measure: Measure
@@ -71,7 +72,7 @@ CELLS = (
 
 
 def main() -> None:
-    """Prints a line for each kind of traffic and each system."""
+    """Print a line for each kind of traffic and each system."""
     options = _options()
     build_tools()
     if options.compiled:
@@ -87,12 +88,14 @@ def main() -> None:
         for system in _systems(base, _certificate(work), COMPILED if options.compiled else ROOT):
             running[system.name] = start(system, work)
             stack.callback(running[system.name].stop)
-        stack.enter_context(_second_nginx([each.system for each in running.values()], work))
+        stack.enter_context(_second_nginx([item.system for item in running.values()], work))
         print(
-            f"{'':28} {'':9} {'plain':>8} {'TLS':>8} {'added':>8}   95 % interval   us of CPU, {options.rounds} rounds"
+            f"{'':28} {'':9} {'plain':>8} {'TLS':>8} {'added':>8}   95 % interval   "
+            f"us of CPU, {options.rounds} rounds"
         )
         for cell in CELLS:
-            _show(cell, [_round(cell, running, pace, work, order) for _ in range(options.rounds)])
+            rounds = range(options.rounds)
+            _print_row(cell, [_measure_round(cell, running, pace, work, order) for _ in rounds])
 
 
 def _systems(base: int, certificate: Certificate, home: Path) -> Iterator[System]:
@@ -100,22 +103,24 @@ def _systems(base: int, certificate: Certificate, home: Path) -> Iterator[System
     for number, tls in enumerate((None, certificate)):
         suffix, scheme = ("", "http") if tls is None else (" TLS", "https")
         ours = penstock_command("round_robin", urls, tls)
-        yield System(f"penstock{suffix}", "round_robin", base + 101 + 2 * number, ours, home, scheme)
+        yield System(
+            f"penstock{suffix}", "round_robin", base + 101 + 2 * number, ours, home, scheme
+        )
         theirs = partial(nginx_command, urls, tls=tls)
         yield System(f"nginx{suffix}", "round_robin", base + 102 + 2 * number, theirs, ROOT, scheme)
 
 
 def _certificate(work: Path) -> Certificate:
     issued = trustme.CA().issue_cert("127.0.0.1")
-    found = Certificate(work / "server.pem", work / "server.key")
-    found.certificate.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
-    issued.private_key_pem.write_to_path(found.key)
-    return found
+    files = Certificate(work / "server.pem", work / "server.key")
+    files.certificate.write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(files.key)
+    return files
 
 
 @contextmanager
 def _second_nginx(systems: Sequence[System], work: Path) -> Iterator[None]:
-    """Passes requests on from ports that are KEPT and NEW above a system's own."""
+    """Run an nginx that forwards requests from the ports KEPT and NEW above each system's own."""
     folder = work / "second"
     folder.mkdir()
     config = folder / "nginx.conf"
@@ -137,7 +142,15 @@ keepalive_requests 1000000000;
 {servers}
 }}
 """)
-    command = [nginx_binary(), "-c", str(config), "-e", str(folder / "nginx.err"), "-p", str(folder)]
+    command = [
+        nginx_binary(),
+        "-c",
+        str(config),
+        "-e",
+        str(folder / "nginx.err"),
+        "-p",
+        str(folder),
+    ]
     process = subprocess.Popen(pinned(LOAD_CORE, command))
     try:
         _await_port(systems[-1].port + NEW, time.monotonic() + 10)
@@ -160,11 +173,11 @@ def _await_port(port: int, deadline: float) -> None:
 
 
 def _servers(system: System) -> str:
-    """Two servers of the second nginx, before one system."""
-    made = []
+    """Return the configuration of the second nginx's two servers for one system."""
+    servers = []
     for offset, keep in ((KEPT, "keepalive 1024; keepalive_requests 1000000000;"), (NEW, "")):
         name = f"to_{system.port + offset}"
-        made.append(f"""
+        servers.append(f"""
 upstream {name} {{ server 127.0.0.1:{system.port}; {keep} }}
 server {{
   listen 127.0.0.1:{system.port + offset} backlog=4096;
@@ -177,37 +190,42 @@ server {{
     proxy_ssl_protocols TLSv1.3;
   }}
 }}""")
-    return "".join(made)
+    return "".join(servers)
 
 
-def _round(
+def _measure_round(
     cell: TlsCell, running: Mapping[str, Running], pace: Pace, work: Path, order: random.Random
 ) -> dict[str, float]:
-    """us of CPU for each unit, by system."""
+    """Measure each system once in random order; return us of CPU per unit by name."""
     names = list(running)
     order.shuffle(names)
-    found = {}
+    cpu_us = {}
     for name in names:
-        each = running[name]
-        shown = replace(each, system=replace(each.system, port=each.system.port + cell.offset))
-        found[name] = cell.measure(shown, pace, work)["cpu"]
-    return found
+        system = running[name].system
+        behind_nginx = replace(system, port=system.port + cell.offset)
+        target = replace(running[name], system=behind_nginx)
+        cpu_us[name] = cell.measure(target, pace, work)["cpu"]
+    return cpu_us
 
 
-def _show(cell: TlsCell, rounds: Sequence[Mapping[str, float]]) -> None:
+def _print_row(cell: TlsCell, rounds: Sequence[Mapping[str, float]]) -> None:
     for plain, tls in zip(PLAIN, TLS, strict=True):
-        low, middle, high = median_interval([each[tls] - each[plain] for each in rounds])
-        before, after = (median(each[name] for each in rounds) for name in (plain, tls))
+        low, middle, high = median_interval([cpu_us[tls] - cpu_us[plain] for cpu_us in rounds])
+        before, after = (median(cpu_us[name] for cpu_us in rounds) for name in (plain, tls))
         figures = f"{before:8.1f} {after:8.1f} {middle:8.1f}   {low:.1f} to {high:.1f}"
         print(f"{cell.name:28} {plain:9} {figures}", flush=True)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--window-ms", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
-    parser.add_argument("--compiled", action="store_true", help="compile the gateway first, as the image has it")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the order within rounds")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the gateway first, as for the image"
+    )
     return parser.parse_args()
 
 

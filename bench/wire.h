@@ -1,4 +1,4 @@
-/* What the static backend and the load client share: time, sockets, growing byte buffers. Linux only. */
+/* Shared by the static backend and the load generator: time, sockets, byte buffers. Linux only. */
 #pragma once
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -61,7 +61,8 @@ static inline struct sockaddr_in loopback(int port) {
     return a;
 }
 
-/* Sleeps in epoll until `until_ns` at most (never when negative), to the nanosecond: the default millisecond would blur a TTFT. */
+/* Wait in epoll until `until_ns` at most; a negative value means no limit. The resolution is a
+ * nanosecond, because epoll_wait's millisecond would be too coarse for a TTFT. */
 static inline int wait_events(int ep, struct epoll_event *ev, int n, int64_t until_ns) {
     struct timespec t = {0, 0}, *timeout = NULL;
     if (until_ns >= 0) {
@@ -83,7 +84,7 @@ static inline void sharp_process(void) {
     setrlimit(RLIMIT_NOFILE, &files);
 }
 
-/* The value of header `name` (with its colon, lower case) within [head, end), or NULL. */
+/* Return the value of header `name` (lower case, with its colon) within [head, end), or NULL. */
 static inline const char *header(const char *head, const char *end, const char *name) {
     size_t n = strlen(name);
     for (const char *line = head; line && line + n < end; ) {

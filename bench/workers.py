@@ -1,10 +1,10 @@
-"""What a second worker brings: `python bench/workers.py [--rounds 5]`, on a machine of two cores.
+"""Measure the gain of a second worker: `python bench/workers.py [--rounds 5]`, on two cores.
 
-One gateway on a core of its own, and two workers with their supervisor on both, take the same closed-loop load in
-alternation, as much as they can serve. The load generator and the static engines have the second core, and in the
-second case share it with a worker. What they and others of the machine take of the cores is subtracted: requests a
-second are compared for each core that was left. What was left and not used counts against two workers, and so does
-whatever they cost each other: caches, memory, the view that they share.
+One gateway on its own core alternates with two workers and their supervisor on both cores. Both
+get a saturating closed-loop load. The load generator and the static engines run on the second core,
+and so share it with a worker in the second case. The CPU that they and other processes use is
+subtracted: the result is requests per second per remaining core. Remaining but unused CPU counts
+against two workers, as does what the workers cost each other.
 """
 
 from __future__ import annotations
@@ -39,32 +39,40 @@ from systems import (
 
 GOAL = 1.7
 CORES = (GATEWAY_CORE, LOAD_CORE)
-CONNECTIONS = 128  # so many that the kernel deals them to two workers about evenly
+CONNECTIONS = 128
+"""Enough for the kernel to distribute them about evenly between two workers."""
+
 WORDS = "How does a water wheel work? "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-ms", type=int, default=1500)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     build_tools()
-    base, pace = free_base(), Pace(asked.window_ms, 300)
-    with tempfile.TemporaryDirectory() as place, backend(base):
-        work = Path(place)
+    base, pace = free_base(), Pace(options.window_ms, 300)
+    with tempfile.TemporaryDirectory() as folder, backend(base):
+        work = Path(folder)
         urls = backend_urls(base)
         running: list[Running] = []
         try:
             specs = [System("penstock", f"{n}", base + 100 + n, _command(urls, n)) for n in (1, 2)]
-            running.extend(start(spec, work) for spec in specs)  # who has started is ended, even if the next does not
-            _on_all_cores(running[1])
+            for spec in specs:
+                running.append(start(spec, work))  # noqa: PERF401 - stopped even if the next fails
+            _allow_all_cores(running[1])
             for name, bodies in _kinds(work):
                 one, two = running
-                rounds = range(asked.rounds)
-                _print(name, [(_saturated(one, pace, bodies), _saturated(two, pace, bodies)) for _ in rounds])
+                rounds = range(options.rounds)
+                _print_row(
+                    name,
+                    [(_measure(one, pace, bodies), _measure(two, pace, bodies)) for _ in rounds],
+                )
         finally:
-            for each in running:
-                each.stop()
+            for system in running:
+                system.stop()
 
 
 def _kinds(work: Path) -> list[tuple[str, Path]]:
@@ -80,7 +88,11 @@ def _kinds(work: Path) -> list[tuple[str, Path]]:
 
 
 def _body(content: str) -> bytes:
-    made: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    made: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 64,
+    }
     return json.dumps(made, separators=(",", ":")).encode()
 
 
@@ -101,41 +113,50 @@ def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:
 
 
 class Window(NamedTuple):
-    """Requests a second while it lasted, the cores that nobody else took, and the cores that the gateway used."""
+    """One measurement.
+
+    rate  requests per second
+    left  cores that no other process used
+    used  cores that the gateway used
+    """
 
     rate: float
     left: float
     used: float
 
 
-def _saturated(running: Running, pace: Pace, bodies: Path) -> Window:
-    began_s, busy_s = time.monotonic(), _busy_s()
+def _measure(running: Running, pace: Pace, bodies: Path) -> Window:
+    began_s, busy_s = time.monotonic(), _both_busy_s()
     report = drive(running, pace, bodies, mode="closed", connections=CONNECTIONS)
-    idle = len(CORES) - (_busy_s() - busy_s) / (time.monotonic() - began_s)
+    idle = len(CORES) - (_both_busy_s() - busy_s) / (time.monotonic() - began_s)
     used = report["cpu_s"] / report["window_s"]
     return Window(report["requests"] / report["window_s"], used + max(0.0, idle), used)
 
 
-def _busy_s() -> float:
+def _both_busy_s() -> float:
     return sum(map(core_busy_s, CORES))
 
 
-def _on_all_cores(running: Running) -> None:
+def _allow_all_cores(running: Running) -> None:
     for pid in running.pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), CORES)
 
 
-def _print(name: str, rounds: list[tuple[Window, Window]]) -> None:
-    one, two = ([each[at] for each in rounds] for at in (0, 1))
-    alone, both = median(each.rate / each.used for each in one), median(each.rate / each.left for each in two)
-    gain = median(2 * with_two.rate / with_two.left * alone.used / alone.rate for alone, with_two in rounds)
-    idle = median(1 - each.used / each.left for each in two)
+def _print_row(name: str, rounds: list[tuple[Window, Window]]) -> None:
+    one, two = ([pair[index] for pair in rounds] for index in (0, 1))
+    one_rate = median(window.rate / window.used for window in one)
+    two_rate = median(window.rate / window.left for window in two)
+    gain = median(
+        2 * second.rate / second.left * first.used / first.rate for first, second in rounds
+    )
+    idle = median(1 - window.used / window.left for window in two)
+    left = median(window.left for window in two)
     verdict = "met" if gain >= GOAL else "MISSED"
     print(
-        f"{name:32} one {alone:6.0f} requests a second on its core, two {both:6.0f} on each that was left to them "
-        f"({median(each.left for each in two):.2f}, {idle:.0%} of it idle): {gain:.2f} times as much on two cores "
-        f"(goal >= {GOAL}: {verdict})",
+        f"{name:32} one worker {one_rate:6.0f} requests/s on its core, two workers {two_rate:6.0f} "
+        f"per core of the {left:.2f} left to them ({idle:.0%} idle): {gain:.2f} times the rate on "
+        f"two cores (goal >= {GOAL}: {verdict})",
         flush=True,
     )
 

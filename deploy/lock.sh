@@ -1,6 +1,7 @@
 #!/bin/sh
-# Writes requirements.lock, requirements-dev.lock and requirements-compile.lock from pyproject.toml: lock.sh PYTHON. Hashes of
-# every file of a release are listed, so that the locks hold on other machines; names of registries and paths are left out.
+# Write requirements.lock, requirements-dev.lock and requirements-compile.lock from pyproject.toml:
+# lock.sh PYTHON. The locks list the hashes of every file of a release, so that they are valid on
+# other machines. They contain no registry names and no paths.
 set -eu
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
@@ -12,7 +13,8 @@ options="--quiet --generate-hashes --strip-extras --allow-unsafe --no-header
 "$tools/bin/pip-compile" $options --build-deps-for editable -o requirements.lock pyproject.toml
 # shellcheck disable=SC2086
 "$tools/bin/pip-compile" $options --build-deps-for editable --extra dev -o requirements-dev.lock pyproject.toml
-# What compiles, and nothing else: it is installed beside requirements.lock, in the version that developers have.
+# The compiler's packages only, in the versions of requirements-dev.lock; used with
+# requirements.lock.
 compilers='import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["compile"], sep="\n")'
 # shellcheck disable=SC2086

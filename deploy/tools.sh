@@ -1,6 +1,7 @@
 #!/bin/sh
-# What `make deploy-check` looks at deploy/ with: tools.sh PYTHON FOLDER. Python packages go into FOLDER (400 MB, once and
-# again when tests/deploy/requirements.txt changes), programs come from Debian where this runs as root.
+# Install the tools of `make deploy-check`: tools.sh PYTHON FOLDER. Python packages go into FOLDER
+# (400 MB, once, and again when tests/deploy/requirements.txt changes). As root, programs are
+# installed from Debian.
 set -eu
 python=$1
 folder=$2
@@ -16,7 +17,7 @@ command -v curl >/dev/null || missing="$missing curl"
 if [ -n "$missing" ]; then
     [ "$(id -u)" = 0 ] || { echo "please install:$missing" >&2; exit 1; }
     echo "Installing$missing"
-    # Nothing of it is to run as a service here.
+    # Prevent the packages from starting services.
     policy=/usr/sbin/policy-rc.d
     [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod 755 $policy; trap 'rm -f $policy' EXIT; }
     apt-get update -qq
@@ -25,7 +26,7 @@ if [ -n "$missing" ]; then
 fi
 
 cmp -s "$wanted" "$folder/installed" && exit 0
-echo "Installing the tools that look at deploy/ into $folder (once, 400 MB)"
+echo "Installing the tools that check deploy/ into $folder (once, 400 MB)"
 rm -rf "$folder"
 "$python" -m pip install -q --target "$folder" -r "$wanted"
 cp "$wanted" "$folder/installed"

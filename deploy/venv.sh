@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment: venv.sh PYTHON FOLDER. On Debian and Ubuntu python3 comes without the means for it
-# (ensurepip lives in python3-venv); as root this installs it, otherwise it says what to ask for.
+# Create a virtual environment: venv.sh PYTHON FOLDER. Debian's python3 lacks ensurepip, which is in
+# python3-venv. As root, install that package; otherwise print the command that installs it.
 set -eu
 python=$1
 folder=$2
@@ -12,11 +12,11 @@ command -v "$python" >/dev/null 2>&1 || { echo "Penstock needs python3, version 
 }
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-        echo "Installing python3-venv (Debian keeps it apart from python3)"
+        echo "Installing python3-venv (a separate package on Debian)"
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
     else
-        echo "This python3 cannot make virtual environments; please run: sudo apt-get install python3-venv" >&2
+        echo "This python3 cannot create virtual environments; please run: sudo apt-get install python3-venv" >&2
         exit 1
     fi
 fi

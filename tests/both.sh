@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the tests in two halves at once: both.sh PYTHON [PYTEST ARGUMENTS]. Whole processes mostly wait for each other, the rest
-# mostly computes, so together they take half the time. With arguments of your own it is one pytest. tests/architecture has
-# been run by `make check`.
+# Run all tests in two parallel halves: both.sh PYTHON [PYTEST ARGUMENTS]. Tests of whole processes
+# mostly wait, the others mostly compute, so this halves the time. With arguments, run one pytest
+# with them. tests/architecture is omitted, because `make check` runs it.
 set -u
 python=$1
 shift
@@ -12,7 +12,7 @@ trap 'rm -f "$log"' EXIT
 "$python" -m pytest tests/chaos tests/e2e >"$log" 2>&1 &
 whole=$!
 trap 'kill "$whole" 2>/dev/null; exit 130' INT TERM
-echo "tests/chaos and tests/e2e run beside these and are told at the end:"
+echo "tests/chaos and tests/e2e run in parallel; their output follows at the end:"
 "$python" -m pytest tests --ignore=tests/chaos --ignore=tests/e2e --ignore=tests/architecture
 computed=$?
 wait "$whole"

@@ -1,8 +1,8 @@
-"""What all tests share: hypothesis judges behaviour, not how fast a loaded machine shows it or makes its examples."""
+"""Hypothesis settings of all tests: no limits of time, because test machines may be busy."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("house")
+settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("penstock")

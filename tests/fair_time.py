@@ -1,9 +1,10 @@
-"""Upper bounds that hold however busy the machine is: time as a loop sees it that nobody holds up.
+"""Upper bounds on durations that hold on a busy machine.
 
-Within one loop a turn counts for TURN_S at most, however long others had the processor meanwhile; a wait that is too
-long counts in full, being many turns. Between processes a moment does not count in which one of them was ready to run
-and others had the processor, which Linux counts; what a host gave to others nobody counts, so of a few tries one has to
-be in time. Not here: lower bounds, for which the wall clock serves.
+Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the
+process had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time
+in which a process was ready to run without a CPU is subtracted (Linux counts it). Time stolen by
+the host of a virtual machine is unknown, so one of several tries has to meet the bound. For lower
+bounds, use the wall clock.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ TICK_S, TURN_S = 0.002, 0.01
 TRIES = 3
 _WORK, _WORK_S = 500_000, 0.04
 PATIENCE_S = 20.0
-"""How long to wait for what must come and is promised for no time: a slow machine gets there, a broken test ends."""
+"""Limit for waits without a required duration: long enough for slow machines, ends broken tests."""
 T = TypeVar("T")
 
 
 class FairTime:
-    """`spent_s` so far, counted by `run`."""
+    """A clock that counts turns of the event loop; `run` advances `spent_s`."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -40,7 +41,10 @@ class FairTime:
 
 
 class Stopwatch:
-    """Seconds since it was made, by the wall clock and as these processes and this one could use them."""
+    """Seconds since its creation: by the wall clock, and without time in which processes starved.
+
+    The processes are those of `pids` and this one.
+    """
 
     def __init__(self, *pids: int) -> None:
         self._of: tuple[int | str, ...] = (*pids, "self")
@@ -56,28 +60,32 @@ class Stopwatch:
         return max(0.0, self.wall_s - (self._starved() - self._starved_s))
 
     def _starved(self) -> float:
-        """How long any of their threads have been ready to run, and did not."""
-        found = 0
+        """Return the seconds in which threads of the processes waited for a CPU."""
+        waited_ns = 0
         for pid in self._of:
             for thread in Path(f"/proc/{pid}/task").iterdir():
-                with suppress(OSError):  # it has just ended
-                    found += int((thread / "schedstat").read_text().split()[1])
-        return found / 1e9
+                with suppress(OSError):  # the thread has ended
+                    waited_ns += int((thread / "schedstat").read_text().split()[1])
+        return waited_ns / 1e9
 
 
 @cache
 def pace() -> float:
-    """How many times longer work takes here and now than on a free core of the machine that the bounds were written on;
-    1 at least. Times in a configuration that are to run out within a test, but not before what is well has answered,
-    are so many times longer."""
+    """Return how many times slower this machine is now than an idle reference machine, at least 1.
+
+    Tests multiply timeouts of a configuration by it, if healthy servers must answer before they
+    expire.
+    """
     began = monotonic()
     sum(number * number for number in range(_WORK))
     return min(8.0, max(1.0, (monotonic() - began) / _WORK_S))
 
 
 def once_within(seconds: float, took_s: Callable[[], float]) -> None:
-    """One of a few tries takes no longer, and there are no more than it needs: whoever has the processor besides, or a
-    host that gives it to others, holds up one of them and not all. AssertionError if all take longer."""
+    """Call `took_s` until a try takes less than `seconds`, at most TRIES times.
+
+    Other load delays some tries, but not all. Raises AssertionError if all take longer.
+    """
     spans: list[float] = []
     while not spans or spans[-1] >= seconds:
         assert len(spans) < TRIES, f"never within {seconds:g} s: {spans}"
@@ -85,7 +93,7 @@ def once_within(seconds: float, took_s: Callable[[], float]) -> None:
 
 
 async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
-    """Its result. AssertionError if it takes longer."""
+    """Await a coroutine and return its result. Raises AssertionError if it takes longer."""
     waiting, time = asyncio.ensure_future(what), asyncio.ensure_future(FairTime().run(seconds))
     try:
         await asyncio.wait({waiting, time}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +106,7 @@ async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def at_most(seconds: float) -> AsyncIterator[None]:
-    """The block takes no longer. AssertionError at its end if it does."""
+    """Raise AssertionError at the end of the block if it took longer."""
     time = FairTime()
     counting = asyncio.ensure_future(time.run(seconds))
     try:

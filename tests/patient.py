@@ -1,6 +1,6 @@
-"""Sections of a configuration for a gateway whose engines are alive and share a busy machine, or its very loop.
+"""Configuration sections with long timeouts, for tests whose engines share a busy machine.
 
-An engine that no test has broken must not be taken for dead because nobody had the processor for a second.
+A healthy engine must not be considered dead because it had no CPU for a second.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ PATIENT: dict[str, Any] = {
 
 
 def patient(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """These sections, patient wherever they do not say otherwise."""
-    return {**sections, **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()}}
+    """Return the sections with long timeouts as defaults."""
+    return {
+        **sections,
+        **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()},
+    }

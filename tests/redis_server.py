@@ -1,4 +1,4 @@
-"""A Redis of one's own: a server on a free port with an empty folder, ended by its pid. Never the system's."""
+"""A private Redis server for tests, on an unused port with an empty folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 
 
 class RedisServer:
-    """One server that can be stopped, hung and started anew on the same port. It keeps nothing over a stop."""
+    """A server that can be stopped, suspended and restarted on its port; a stop loses its data."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder = program, folder
@@ -40,14 +40,25 @@ class RedisServer:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         command = [self._program, *options, "--dir", str(self._folder), "--daemonize", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         ends = monotonic() + PATIENCE_S
         while not self._answers():
             assert self._process.poll() is None, "redis-server ended before it answered"
             assert monotonic() < ends, "redis-server did not answer in time"
-            sleep(0.01)  # another process has nobody to wake us
+            sleep(0.01)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -57,7 +68,7 @@ class RedisServer:
             self._process = None
 
     def hang(self) -> None:
-        """It keeps its connections and answers nobody, until `go_on`."""
+        """Suspend the server: it keeps its connections and does not answer until `go_on`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -67,9 +78,9 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), 1.0) as line:
-                line.sendall(b"PING\r\n")
-                return line.recv(16) == b"+PONG\r\n"
+            with socket.create_connection(("127.0.0.1", self.port), 1.0) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16) == b"+PONG\r\n"
         except OSError:
             return False
 
@@ -78,7 +89,10 @@ class RedisServer:
 def redis_server() -> Iterator[RedisServer]:
     program = shutil.which("redis-server")
     if program is None:
-        message = f"redis-server is not installed (apt-get install redis-server); {WITHOUT}=1 leaves these tests out"
+        message = (
+            "redis-server is not installed (apt-get install redis-server); "
+            f"{WITHOUT}=1 skips these tests"
+        )
         if os.environ.get(WITHOUT):
             pytest.skip(message)
         pytest.fail(message)

@@ -1,4 +1,4 @@
-"""A method of a class replaced for one test, or an instance of it, where that can be done."""
+"""Replace methods or instances of classes in a test; skips the test if modules are compiled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from gateway.util.version import is_compiled
 
 
-def replace_method(patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]) -> None:
-    """Skips the test on compiled modules: methods of a C class cannot be replaced (docs/decisions/0005)."""
+def replace_method(
+    patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
+) -> None:
+    """Replace a method for a test.
+
+    Skips the test on compiled modules, as methods of C classes are fixed (docs/decisions/0005).
+    """
     if is_compiled():
-        pytest.skip(f"{owner.__name__} is a C class here: its methods cannot be replaced")
+        pytest.skip(f"{owner.__name__} is a C class: its methods cannot be replaced")
     patch.setattr(owner, name, by)
 
 
@@ -21,7 +26,10 @@ Owner = TypeVar("Owner")
 
 
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
-    """Skips the test on compiled modules: what is declared to be of a C class takes no look-alike there."""
+    """Return a fake as an instance of `owner`.
+
+    Skips the test on compiled modules, which accept only instances of the C class.
+    """
     if is_compiled():
-        pytest.skip(f"{owner.__name__} is a C class here: nothing can stand in for it")
+        pytest.skip(f"{owner.__name__} is a C class: it cannot be replaced by a fake")
     return cast(Owner, look_alike)

@@ -1,15 +1,15 @@
-"""A page of metrics as tests ask it. Not here: getting the page."""
+"""Read series from a page of metrics."""
 
 from __future__ import annotations
 
 
 def series(page: str, name: str, **labels: str) -> list[str]:
-    """The lines of a metric's series that carry these labels."""
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    found = [line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return [line for line in found if all(each in line for each in wanted)]
+    """Return the lines of a metric's series with these labels."""
+    pairs = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return [line for line in lines if all(pair in line for pair in pairs)]
 
 
 def total(page: str, name: str, **labels: str) -> float:
-    """The sum over a metric's series that carry these labels."""
+    """Return the sum of a metric's series with these labels."""
     return sum(float(line.rpartition(" ")[2]) for line in series(page, name, **labels))

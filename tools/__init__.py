@@ -1,1 +1,1 @@
-"""Generators of documents, dashboards and rules, and the tooling that compiles modules. Not shipped."""
+"""Generators of documents, dashboards and rules, and the build of compiled modules; not shipped."""

@@ -1,10 +1,11 @@
-"""`make bench-kv`: our transports beside NIXL, Mooncake, raw TCP and memcpy, moving the same scattered blocks.
+"""`make bench-kv`: compare our KV transports with NIXL, Mooncake, raw TCP and memcpy.
 
-Every contestant is two processes that live through the whole run; within a round all of them take every measurement, in
-a new random order, so that whatever else the machine does falls on all alike. docs/performance.md says what they mean.
+All contestants move the same scattered blocks. Each consists of two processes that run during the
+whole benchmark. In every round each contestant takes every measurement, in a new random order, so
+that other load on the machine affects all of them equally. docs/performance.md explains the table.
 
-    python bench/kv/bench_kv.py [--quick] [--rounds N] [--only words,words] [--seed S] [--pool-mib M]
-                                      [--retakes R] [--json FILE] [--write-docs] [--check]
+    python bench/kv/bench_kv.py [--quick] [--rounds N] [--only text,text] [--seed S]
+                                [--pool-mib M] [--retakes R] [--json FILE] [--write-docs] [--check]
 
 Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
 """
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from contestants import HERE, ROOT, Contestant, NotMeasurable, Pair, everyone, install_peers
+from contestants import HERE, ROOT, Contestant, NotMeasurable, Pair, all_contestants, install_peers
 from goals import SIZES, WAITS, Results, cpu, markdown, speed, verdicts, wait
 from measure import bandwidth, exposed_share, latency, least_disturbed
 from pool import reference
@@ -31,147 +32,194 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Installs, starts, measures, shows."""
+    """Install and start the contestants, measure them and print the table."""
     options = _options()
     missing = install_peers()
     results = Results(options.rounds)
-    with tempfile.NamedTemporaryFile(prefix="penstock-kv-", dir=_memory()) as expected:
+    with tempfile.NamedTemporaryFile(prefix="penstock-kv-", dir=_memory_folder()) as expected:
         reference(options.pool_mib << 20, options.seed).tofile(expected)
         expected.flush()
-        pairs = _start([who for who in everyone() if _wanted(who, options.only)], missing, Path(expected.name), results)
+        pairs = _start(
+            [item for item in all_contestants() if _is_selected(item, options.only)],
+            missing,
+            Path(expected.name),
+            results,
+        )
         try:
             _measure(pairs, options, results)
         finally:
             for pair in pairs.values():
                 pair.end()
-    return _show(results, options)
+    return _report(results, options)
 
 
-def _memory() -> str | None:
-    """The blocks' reference lives in memory where the system offers a place for that."""
+def _memory_folder() -> str | None:
+    """Return a folder in memory for the reference blocks; None if there is no such folder."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _wanted(who: Contestant, only: list[str]) -> bool:
-    return not only or any(words in who.name for words in only)
+def _is_selected(contestant: Contestant, only: list[str]) -> bool:
+    return not only or any(words in contestant.name for words in only)
 
 
-def _start(wanted: list[Contestant], missing: dict[str, str], expected: Path, results: Results) -> dict[str, Pair]:
+def _start(
+    wanted: list[Contestant], missing: dict[str, str], expected: Path, results: Results
+) -> dict[str, Pair]:
     pairs: dict[str, Pair] = {}
-    for who in wanted:
+    for contestant in wanted:
         try:
-            if who.module in missing:
-                raise NotMeasurable(missing[who.module])
-            pairs[who.name] = Pair(who, expected)
+            if contestant.module in missing:
+                raise NotMeasurable(missing[contestant.module])
+            pairs[contestant.name] = Pair(contestant, expected)
         except NotMeasurable as error:
-            results.problems[who.name] = str(error)
+            results.problems[contestant.name] = str(error)
     return pairs
 
 
 def _tasks(pool_bytes: int) -> list[Task]:
-    def moved(size: int) -> Callable[[Pair, random.Random], dict[str, float]]:
+    def move_task(size: int) -> Callable[[Pair, random.Random], dict[str, float]]:
         def task(pair: Pair, rng: random.Random) -> dict[str, float]:
-            got = bandwidth(pair, size, pool_bytes, rng)
-            return {speed(size): got.gb_s, cpu(size): got.cpu_s_per_gb}
+            result = bandwidth(pair, size, pool_bytes, rng)
+            return {speed(size): result.gb_s, cpu(size): result.cpu_s_per_gb}
 
         return task
 
-    def waited(size: int) -> Callable[[Pair, random.Random], dict[str, float]]:
+    def wait_task(size: int) -> Callable[[Pair, random.Random], dict[str, float]]:
         def task(pair: Pair, rng: random.Random) -> dict[str, float]:
-            got = latency(pair, size, pool_bytes, rng)
-            return {wait(size, "p50"): got.p50_us, wait(size, "p99"): got.p99_us}
+            result = latency(pair, size, pool_bytes, rng)
+            return {wait(size, "p50"): result.p50_us, wait(size, "p99"): result.p99_us}
 
         return task
 
-    tasks: list[Task] = [(f"{SIZES[size]} blocks", size, moved(size)) for size in SIZES]
-    tasks += [(f"{SIZES[size]} latency", size, waited(size)) for size in WAITS]
-    return [*tasks, ("layer-wise", None, lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)})]
+    tasks: list[Task] = [(f"{SIZES[size]} blocks", size, move_task(size)) for size in SIZES]
+    tasks += [(f"{SIZES[size]} latency", size, wait_task(size)) for size in WAITS]
+    return [
+        *tasks,
+        (
+            "layer-wise",
+            None,
+            lambda pair, rng: {"exposed share": exposed_share(pair, pool_bytes, rng)},
+        ),
+    ]
 
 
 def _measure(pairs: dict[str, Pair], options: argparse.Namespace, results: Results) -> None:
     rng = random.Random(options.seed)
-    for turn in range(options.rounds):
+    for round_number in range(options.rounds):
         for name, size, task in _tasks(options.pool_mib << 20):
-            _say(f"round {turn + 1}/{options.rounds}: {name}")
-            able = [name for name, pair in sorted(pairs.items()) if _able(pair.who, size)]
-            for who in rng.sample(able, len(able)):
-                _one(turn, who, pairs, task, rng, options.retakes, results)
+            _log(f"round {round_number + 1}/{options.rounds}: {name}")
+            able = [key for key, pair in sorted(pairs.items()) if _can_take(pair.contestant, size)]
+            for contestant in rng.sample(able, len(able)):
+                _take(round_number, contestant, pairs, task, rng, options.retakes, results)
 
 
-def _able(who: Contestant, size: int | None) -> bool:
-    return size in who.sizes or (size is None and who.by_layers)
+def _can_take(contestant: Contestant, size: int | None) -> bool:
+    return size in contestant.sizes or (size is None and contestant.by_layers)
 
 
-def _one(
-    turn: int,
-    who: str,
+def _take(
+    round_number: int,
+    contestant: str,
     pairs: dict[str, Pair],
     task: Callable[[Pair, random.Random], dict[str, float]],
     rng: random.Random,
     retakes: int,
     results: Results,
 ) -> None:
-    """A contestant that fails is out: what state it would go on in is not known."""
+    """Take one measurement; a contestant that fails is removed, as its state is unknown."""
     try:
-        share, numbers = least_disturbed(pairs[who], lambda: task(pairs[who], rng), retakes)
+        share, numbers = least_disturbed(
+            pairs[contestant], lambda: task(pairs[contestant], rng), retakes
+        )
         results.others.append(share)
         for quantity, value in numbers.items():
-            results.add(turn, who, quantity, value)
+            results.add(round_number, contestant, quantity, value)
     except NotMeasurable as error:
-        results.problems[who] = str(error)
-        _say(f"  {error}")
-        pairs.pop(who).end()
+        results.problems[contestant] = str(error)
+        _log(f"  {error}")
+        pairs.pop(contestant).end()
 
 
-def _show(results: Results, options: argparse.Namespace) -> int:
+def _report(results: Results, options: argparse.Namespace) -> int:
     table = markdown(results)
     if options.json:
-        samples = {f"{who}: {quantity}": list(v.values()) for (who, quantity), v in results.samples.items()}
-        goals = {v.goal.name: {"asked": v.goal.asked, "value": v.value, "met": v.met} for v in verdicts(results)}
-        Path(options.json).write_text(json.dumps({"samples": samples, "goals": goals}, indent=2) + "\n")
+        samples = {
+            f"{contestant}: {quantity}": list(v.values())
+            for (contestant, quantity), v in results.samples.items()
+        }
+        goals = {
+            v.goal.name: {"asked": v.goal.requirement, "value": v.value, "met": v.met}
+            for v in verdicts(results)
+        }
+        Path(options.json).write_text(
+            json.dumps({"samples": samples, "goals": goals}, indent=2) + "\n"
+        )
     if options.write_docs:
         _write_docs(table, options.rounds)
     print(table)
-    judged = verdicts(results)
-    return 1 if options.check and (not judged or any(not verdict.met for verdict in judged)) else 0
+    judgements = verdicts(results)
+    has_missed = not judgements or any(not verdict.met for verdict in judgements)
+    return 1 if options.check and has_missed else 0
 
 
 def _write_docs(table: str, rounds: int) -> None:
-    """Replaces what stands between the markers of the page."""
+    """Replace the text between the markers of docs/performance.md by the table."""
     page = ROOT / "docs" / "performance.md"
     begin, end = "<!-- bench-kv:begin -->", "<!-- bench-kv:end -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, ends, after = rest.partition(end)
-    if not found or not ends:
+    before, has_begin, remainder = page.read_text().partition(begin)
+    _, has_end, after = remainder.partition(end)
+    if not has_begin or not has_end:
         raise SystemExit(f"{page} has no {begin} ... {end}")
     sys.path.insert(0, str(HERE.parent))
     from table import cpu_name
 
-    machine = f"Python {platform.python_version()}, {os.cpu_count()} cores of {cpu_name()}, Linux {platform.release()}"
-    page.write_text(f"{before}{begin}\nMedians of {rounds} rounds; {machine}.\n\n{table}\n{end}{after}")
+    machine = (
+        f"Python {platform.python_version()}, {os.cpu_count()} cores of {cpu_name()}, "
+        f"Linux {platform.release()}"
+    )
+    page.write_text(
+        f"{before}{begin}\nMedians of {rounds} rounds; {machine}.\n\n{table}\n{end}{after}"
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_kv.py", description="Compare KV transfers on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="bench_kv.py", description="Compare KV transfers on this machine."
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="contestants holding these words")
-    parser.add_argument("--seed", type=int, default=1, help="of contents, slots and order")
     parser.add_argument(
-        "--retakes", type=int, default=1, help="of a measurement while others use a tenth of the machine"
+        "--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)"
     )
     parser.add_argument(
-        "--pool-mib", type=int, default=256, help="memory of each process out of which blocks are drawn"
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="only contestants whose name contains one of these, comma-separated",
     )
-    parser.add_argument("--json", help="write every sample here as well")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
-    parser.add_argument("--check", action="store_true", help="end with 1 when a goal is missed")
+    parser.add_argument("--seed", type=int, default=1, help="seed of contents, slots and order")
+    parser.add_argument(
+        "--retakes",
+        type=int,
+        default=1,
+        help="repetitions of a measurement while other processes use a tenth of the machine",
+    )
+    parser.add_argument(
+        "--pool-mib",
+        type=int,
+        default=256,
+        help="size in MiB of the memory that the blocks are drawn from, per process",
+    )
+    parser.add_argument("--json", help="also write every sample to this file")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the table to docs/performance.md"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
     return options
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"{time.strftime('%X')} {text}", file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""Who takes part: how each is installed and started as two processes, and how the two are told what to do.
+"""The contestants: how to install each, start it as two processes, and send them commands.
 
-Not here: what is measured (bench/kv/measure.py) and what is asked of it (bench/kv/goals.py).
+Measurements are in bench/kv/measure.py, goals in bench/kv/goals.py.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
+ROOT = HERE.parent.parent
 PEERS = ROOT / "build" / "peers-kv"
 PEERS_PYTHON = PEERS / "venv" / "bin" / "python"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 MOONCAKE = ("mooncake-transfer-engine-non-cuda==0.3.13.post1",)
-LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1")  # what Mooncake's wheel links to
+LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1")  # libraries that Mooncake's wheel links to
 
 TCP_ONLY = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self"}
 SAME_HOST = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,self"}
-MANY_BLOCKS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
+MANY_BLOCKS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
 PATIENCE_S = 60.0
 
 
 class NotMeasurable(Exception):
-    """A contestant could not be installed, started, or do its work; the others go on and the table says so."""
+    """A contestant cannot be installed or started, or fails; the report omits it and says why."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A name for the table, the module of its sides, who initiates, and how its processes are set up."""
+    """A contestant's name, its module of this folder, and the setup of its processes.
+
+    initiator  the side that starts transfers
+    settings   passed to the module's open_side
+    sizes      block sizes that it is measured with; empty for the layer-wise measurement only
+    """
 
     name: str
     module: str
@@ -49,22 +57,33 @@ class Contestant:
 
     @property
     def by_layers(self) -> bool:
-        """It takes the layer-wise measurement and no other."""
+        """Whether it takes the layer-wise measurement only."""
         return not self.sizes
 
 
-def everyone() -> list[Contestant]:
-    """All contestants. NIXL without its progress thread: with it every size is slower and dearer here."""
+def all_contestants() -> list[Contestant]:
+    """Return all contestants.
+
+    NIXL runs without its progress thread, which slows down all sizes and uses more CPU here.
+    """
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
         Contestant("memcpy, memory files", "side_memcpy", "sink", {"files": True}),
         Contestant("raw tcp", "side_raw"),
         Contestant("raw tcp, scattered", "side_raw", settings={"scattered": True}),
-        Contestant("raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}),
+        Contestant(
+            "raw tcp, scattered, xxh3", "side_raw", settings={"scattered": True, "checked": True}
+        ),
         *(Contestant(name, "side_ours", settings=settings) for name, settings in OURS.items()),
-        Contestant("ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)),
-        Contestant("ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)),
-        Contestant("layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}, sizes=()),
+        Contestant(
+            "ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)
+        ),
+        Contestant(
+            "ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)
+        ),
+        Contestant(
+            "layer-wise", "side_agent", settings={"transport": "tcp", "layers": True}, sizes=()
+        ),
         _nixl("nixl tcp write", "WRITE", TCP_ONLY),
         _nixl("nixl tcp read", "READ", TCP_ONLY),
         _nixl("nixl cma write", "WRITE", SAME_HOST),
@@ -85,53 +104,71 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def _nixl(name: str, op: str, env: Mapping[str, str]) -> Contestant:
-    who = "source" if op == "WRITE" else "sink"
-    return Contestant(name, "side_nixl", who, {"op": op, "progress": False}, env, PEERS_PYTHON)
+    initiator = "source" if op == "WRITE" else "sink"
+    settings = {"op": op, "progress": False}
+    return Contestant(name, "side_nixl", initiator, settings, env, PEERS_PYTHON)
 
 
 def _mooncake(name: str, op: str) -> Contestant:
-    who = "source" if op == "WRITE" else "sink"
-    return Contestant(name, "side_mooncake", who, {"op": op}, MANY_BLOCKS, PEERS_PYTHON)
+    initiator = "source" if op == "WRITE" else "sink"
+    return Contestant(name, "side_mooncake", initiator, {"op": op}, MANY_BLOCKS, PEERS_PYTHON)
 
 
 # ---- installing ----
 
 
 def install_peers() -> dict[str, str]:
-    """Puts the peers into an environment of their own, without their CUDA dependencies. Module -> why it is missing."""
+    """Install the peers into a venv without CUDA; return the reasons of failures by module."""
     if not PEERS_PYTHON.exists():
-        subprocess.run(["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS / "venv")], check=True)
+        subprocess.run(
+            ["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS / "venv")],
+            check=True,
+        )
         _pip("numpy")
     missing = {}
     for module, packages in (("side_nixl", NIXL), ("side_mooncake", MOONCAKE)):
-        if not _have(packages):
+        if not _has_versions(packages):
             problem = _pip("--no-deps", *packages)
             if problem:
                 missing[module] = problem
-    if "side_mooncake" not in missing and not _mooncake_links():
+    if "side_mooncake" not in missing and not _can_import_mooncake():
         _apt(*LIBRARIES)
     return missing
 
 
-def _have(packages: tuple[str, ...]) -> bool:
-    wanted = {name: version for name, _, version in (package.partition("==") for package in packages)}
-    code = f"import importlib.metadata as m; assert all(m.version(n) == v for n, v in {wanted!r}.items())"
-    return subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+def _has_versions(packages: tuple[str, ...]) -> bool:
+    wanted = {
+        name: version for name, _, version in (package.partition("==") for package in packages)
+    }
+    code = (
+        "import importlib.metadata as m; "
+        f"assert all(m.version(n) == v for n, v in {wanted!r}.items())"
+    )
+    return (
+        subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    )
 
 
-def _pip(*what: str) -> str | None:
-    command = [PEERS_PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", *what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"pip cannot install {what[-1]}: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else None
+def _pip(*packages: str) -> str | None:
+    command = [PEERS_PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not result.returncode:
+        return None
+    return f"pip cannot install {packages[-1]}: {result.stderr.strip().splitlines()[-1:]}"
 
 
-def _mooncake_links() -> bool:
+def _can_import_mooncake() -> bool:
     code = "import os, mooncake.engine; os._exit(0)"
-    return subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([PEERS_PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+    )
 
 
 def _apt(*packages: str) -> None:
-    """Where it may be done without asking; elsewhere Mooncake is left out and its import says what it lacks."""
+    """Install Debian packages if this process runs as root.
+
+    Otherwise Mooncake is omitted, and its import error names the missing library.
+    """
     if os.geteuid() == 0:
         command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -142,19 +179,30 @@ def _apt(*packages: str) -> None:
 
 
 class Process:
-    """One worker of a pair: a command is a line of JSON, its answer too."""
+    """One worker of a pair. Commands and replies are lines of JSON."""
 
-    def __init__(self, who: Contestant, role: str, expected: Path) -> None:
-        command = [who.python, HERE / "worker.py", who.module, role, json.dumps(dict(who.settings)), expected]
-        env = {**os.environ, **who.env, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        self.name = f"{who.name} ({role})"
-        self.log = (PEERS / f"{who.name.replace(' ', '-')}-{role}.log").open("w")
+    def __init__(self, contestant: Contestant, role: str, expected: Path) -> None:
+        command = [
+            contestant.python,
+            HERE / "worker.py",
+            contestant.module,
+            role,
+            json.dumps(dict(contestant.settings)),
+            expected,
+        ]
+        env = {**os.environ, **contestant.env, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.name = f"{contestant.name} ({role})"
+        self.log = (PEERS / f"{contestant.name.replace(' ', '-')}-{role}.log").open("w")
         self.popen = subprocess.Popen(
-            [str(part) for part in command], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+            [str(part) for part in command],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
         )
-        self.rest = b""
+        self.unread = b""
 
-    def tell(self, do: str, **arguments: Any) -> None:
+    def send(self, do: str, **arguments: Any) -> None:
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -162,28 +210,35 @@ class Process:
         except BrokenPipeError as error:
             raise NotMeasurable(f"{self.name} ended by itself, see {self.log.name}") from error
 
-    def answer(self) -> Any:
-        """What the last command gave back; raises NotMeasurable when it failed or nothing comes for a minute."""
+    def receive(self) -> Any:
+        """Return the reply to the last command.
+
+        Raises NotMeasurable when the command failed or there is no reply within a minute.
+        """
         assert self.popen.stdout is not None
         deadline = time.monotonic() + PATIENCE_S
-        while b"\n" not in self.rest:
-            ready, _, _ = select.select([self.popen.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        while b"\n" not in self.unread:
+            ready, _, _ = select.select(
+                [self.popen.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
             piece = os.read(self.popen.stdout.fileno(), 1 << 16) if ready else b""
             if not piece:
-                raise NotMeasurable(f"{self.name} {'ended' if ready else 'hangs'}, see {self.log.name}")
-            self.rest += piece
-        line, _, self.rest = self.rest.partition(b"\n")
+                raise NotMeasurable(
+                    f"{self.name} {'ended' if ready else 'hangs'}, see {self.log.name}"
+                )
+            self.unread += piece
+        line, _, self.unread = self.unread.partition(b"\n")
         reply = json.loads(line)
         if "error" in reply:
             raise NotMeasurable(f"{self.name}: {reply['error']}")
         return reply["ok"]
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.tell(do, **arguments)
-        return self.answer()
+    def call(self, do: str, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self.receive()
 
     def end(self) -> None:
-        """It is the worker's last line that it waits for; a worker stuck in a library is killed."""
+        """Close the worker's stdin, which ends it; kill it if it is stuck in a library."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
         try:
@@ -195,16 +250,16 @@ class Process:
 
 
 class Pair:
-    """Source and sink of one contestant, connected."""
+    """The connected source and sink of one contestant."""
 
-    def __init__(self, who: Contestant, expected: Path) -> None:
-        self.who = who
-        self.source = Process(who, "source", expected)
-        self.sink = Process(who, "sink", expected)
+    def __init__(self, contestant: Contestant, expected: Path) -> None:
+        self.contestant = contestant
+        self.source = Process(contestant, "source", expected)
+        self.sink = Process(contestant, "sink", expected)
         try:
-            addresses = [side.ask("address") for side in self.sides]
+            addresses = [side.call("address") for side in self.sides]
             for side, peer in zip(self.sides, reversed(addresses), strict=True):
-                side.ask("connect", peer={**peer, "expected": str(expected)})
+                side.call("connect", peer={**peer, "expected": str(expected)})
         except NotMeasurable:
             self.end()
             raise
@@ -215,13 +270,13 @@ class Pair:
 
     @property
     def initiator(self) -> Process:
-        return self.source if self.who.initiator == "source" else self.sink
+        return self.source if self.contestant.initiator == "source" else self.sink
 
-    def both(self, do: str, **arguments: Any) -> list[Any]:
-        """Tells both, then waits for both."""
+    def call_both(self, do: str, **arguments: Any) -> list[Any]:
+        """Send a command to both sides, then return both replies."""
         for side in self.sides:
-            side.tell(do, **arguments)
-        return [side.answer() for side in self.sides]
+            side.send(do, **arguments)
+        return [side.receive() for side in self.sides]
 
     def end(self) -> None:
         for side in self.sides:

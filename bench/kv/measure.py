@@ -1,4 +1,7 @@
-"""What is measured on a pair: passes over scattered blocks, and blocks one after another. Every block is verified."""
+"""The measurements of a pair: passes over scattered blocks, and single blocks in sequence.
+
+Every block is verified.
+"""
 
 from __future__ import annotations
 
@@ -12,106 +15,144 @@ from statistics import quantiles
 
 from contestants import NotMeasurable, Pair
 
-PASS_BYTES = {4 << 10: 64 << 20, 64 << 10: 256 << 20, 2 << 20: 256 << 20}  # 4 KiB: fewer, or the slow ones take minutes
+PASS_BYTES = {
+    4 << 10: 64 << 20,
+    64 << 10: 256 << 20,
+    2 << 20: 256 << 20,
+}  # fewer bytes for 4 KiB, since slow contestants would take minutes
 POSTS = 1000
 ENOUGH_S, MOST_PASSES = 0.25, 4
-QUIET = 0.1  # of the machine to others
+MAX_OTHERS = 0.1
+"""Share of the machine that other processes may use before a measurement is repeated."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """GB per second of wall clock, and processor seconds of both processes per GB (1e9 bytes)."""
+class Throughput:
+    """Throughput in GB (1e9 bytes) per second, and CPU seconds of both processes per GB."""
 
     gb_s: float
     cpu_s_per_gb: float
 
 
 @dataclass(frozen=True)
-class Waited:
-    """Microseconds from the post of one block until the initiator knew that it was in place."""
+class Latency:
+    """Time from the start of a block's transfer until the initiator knows of its completion."""
 
     p50_us: float
     p99_us: float
 
 
-def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Moved:
-    """Passes with new slots each until there is enough to divide by. Drawing and verifying are outside the clock."""
+def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Throughput:
+    """Measure passes with new slots until they have taken ENOUGH_S.
+
+    Drawing slots and verifying blocks are not timed.
+    """
     n_bytes, seconds, cpu_s = 0, 0.0, 0.0
     size = min(PASS_BYTES[block_bytes], pool_bytes)
     for _ in range(MOST_PASSES):
-        pair.both("prepare", block_bytes=block_bytes, count=size // block_bytes, seed=rng.getrandbits(32), each=False)
-        pair.both("begin")
-        seconds += pair.initiator.ask("run")
-        cpu_s += sum(pair.both("finish"))
+        pair.call_both(
+            "prepare",
+            block_bytes=block_bytes,
+            count=size // block_bytes,
+            seed=rng.getrandbits(32),
+            each=False,
+        )
+        pair.call_both("begin")
+        seconds += pair.initiator.call("run")
+        cpu_s += sum(pair.call_both("finish"))
         n_bytes += size
         _verify(pair)
         if seconds >= ENOUGH_S:
             break
-    return Moved(n_bytes / seconds / 1e9, cpu_s / n_bytes * 1e9)
+    return Throughput(n_bytes / seconds / 1e9, cpu_s / n_bytes * 1e9)
 
 
-def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Waited:
-    """One block at a time, every one to another slot."""
+def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Latency:
+    """Measure one block at a time, each to a different slot."""
     count = min(POSTS, pool_bytes // block_bytes)
-    pair.both("prepare", block_bytes=block_bytes, count=count, seed=rng.getrandbits(32), each=True)
-    pair.both("begin")
-    cuts = quantiles(pair.initiator.ask("posts"), n=100)
-    pair.both("finish")
+    pair.call_both(
+        "prepare", block_bytes=block_bytes, count=count, seed=rng.getrandbits(32), each=True
+    )
+    pair.call_both("begin")
+    cuts = quantiles(pair.initiator.call("posts"), n=100)
+    pair.call_both("finish")
     _verify(pair)
-    return Waited(cuts[49], cuts[98])
+    return Latency(cuts[49], cuts[98])
 
 
 LAYERED_BLOCK_BYTES = 256 << 10
-PREFILL_SHARE = 1.5  # a prefill takes so much longer than its transfer here: the transfer fits under it
+PREFILL_SHARE = 1.5
+"""Duration of the simulated prefill relative to its transfer, so that it can hide the transfer."""
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """What is left of a transfer after the prefill when layers leave as they are computed, of what it takes alone."""
+    """Measure the part of a layer-wise transfer that a prefill does not hide.
+
+    Returns the time from the last layer to the end of the transfer, relative to the time of the
+    same transfer without a prefill.
+    """
     alone_s = _request(pair, pool_bytes, rng, 0.0)
     return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s
 
 
 def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) -> float:
-    """The sink waits for the offer, as a reserved decode group does. Seconds after the last layer."""
+    """Transfer one request by layers and return the seconds after its last layer.
+
+    The sink fetches before the source offers, as a reserved decode group does.
+    """
     count = pool_bytes // LAYERED_BLOCK_BYTES
-    pair.both("prepare", block_bytes=LAYERED_BLOCK_BYTES, count=count, seed=rng.getrandbits(32), each=False)
-    pair.sink.tell("custom", what="fetch")
-    seconds: float = pair.source.ask("custom", what="offer", prefill_s=prefill_s)
-    pair.sink.answer()
+    pair.call_both(
+        "prepare",
+        block_bytes=LAYERED_BLOCK_BYTES,
+        count=count,
+        seed=rng.getrandbits(32),
+        each=False,
+    )
+    pair.sink.send("custom", what="fetch")
+    seconds: float = pair.source.call("custom", what="offer", prefill_s=prefill_s)
+    pair.sink.receive()
     _verify(pair)
     return seconds
 
 
 def _verify(pair: Pair) -> None:
-    """Raw TCP moves no blocks: it only says what the wire could carry."""
-    if pair.who.name != "raw tcp" and (wrong := pair.sink.ask("verify")):
-        raise NotMeasurable(f"{pair.who.name} delivered {wrong} wrong blocks")
+    """Check the sink's blocks, except for raw TCP, which moves no blocks."""
+    if pair.contestant.name != "raw tcp" and (wrong := pair.sink.call("verify")):
+        raise NotMeasurable(f"{pair.contestant.name} delivered {wrong} wrong blocks")
 
 
-def least_disturbed(pair: Pair, task: Callable[[], dict[str, float]], retakes: int) -> tuple[float, dict[str, float]]:
-    """What the task measured, and the share of the machine that others used meanwhile. Too much: taken again."""
-    best = _watched(pair, task)
+def least_disturbed(
+    pair: Pair, task: Callable[[], dict[str, float]], retakes: int
+) -> tuple[float, dict[str, float]]:
+    """Return the share of the machine that other processes used during a task, and its results.
+
+    Repeats the task up to `retakes` times while the share is above MAX_OTHERS, and returns the
+    repetition with the lowest share.
+    """
+    best = _run_watched(pair, task)
     for _ in range(retakes):
-        if best[0] <= QUIET:
+        if best[0] <= MAX_OTHERS:
             break
-        best = min(best, _watched(pair, task), key=lambda taken: taken[0])
+        best = min(best, _run_watched(pair, task), key=lambda result: result[0])
     return best
 
 
-def _watched(pair: Pair, task: Callable[[], dict[str, float]]) -> tuple[float, dict[str, float]]:
-    started, busy, own = time.monotonic(), _busy_s(), _own_s(pair)
+def _run_watched(
+    pair: Pair, task: Callable[[], dict[str, float]]
+) -> tuple[float, dict[str, float]]:
+    started, busy, own = time.monotonic(), _machine_cpu_s(), _own_cpu_s(pair)
     numbers = task()
-    theirs = _busy_s() - busy - (_own_s(pair) - own)
+    theirs = _machine_cpu_s() - busy - (_own_cpu_s(pair) - own)
     return max(0.0, theirs / ((time.monotonic() - started) * (os.cpu_count() or 1))), numbers
 
 
-def _busy_s() -> float:
-    """Processor seconds that everything on the machine has used so far."""
+def _machine_cpu_s() -> float:
+    """Return the processor time that all processes of the machine have used since boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def _own_s(pair: Pair) -> float:
+def _own_cpu_s(pair: Pair) -> float:
     used = time.process_time()
     for side in pair.sides:
         after_name = Path(f"/proc/{side.popen.pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,8 @@
-"""The memory that is moved: a pool per process, which blocks go where, and whether they arrived.
+"""The memory to move: a pool per process, the drawn blocks, and their verification.
 
-Block contents come from one seeded reference that every worker maps, so a block in the wrong place or with a wrong byte
-is found. Runs in the peers' interpreters too: numpy and the standard library alone.
+Block contents come from one seeded reference that every worker maps, so that wrong bytes and
+misplaced blocks are detected. This module also runs in the peers' venv: it imports only numpy and
+the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """Blocks to move: slot src[i] of the source's pool goes to slot dst[i] of the sink's."""
+    """The blocks of one pass: slot src[i] of the source goes to slot dst[i] of the sink."""
 
     block_bytes: int
     src: Slots
@@ -29,29 +30,36 @@ class Draw:
 
 
 def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
-    """`count` different slots on either side, in random order: the same in both processes for the same seed."""
+    """Draw `count` different slots of each side in random order.
+
+    The same seed draws the same slots in both processes.
+    """
     rng = np.random.default_rng(seed)
     slots = pool_bytes // block_bytes
     return Draw(block_bytes, rng.permutation(slots)[:count], rng.permutation(slots)[:count])
 
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
-    """What every source's pool holds."""
-    return np.random.default_rng(seed).integers(0, 2**64, pool_bytes // 8, dtype=np.uint64).view(np.uint8)
+    """Return the contents of every source's pool."""
+    return (
+        np.random.default_rng(seed)
+        .integers(0, 2**64, pool_bytes // 8, dtype=np.uint64)
+        .view(np.uint8)
+    )
 
 
-def wipe(pool: Bytes, what: Draw) -> None:
-    """Clears the blocks that will be written, so that nothing of an earlier pass can pass for this one's."""
-    pool.reshape(-1, what.block_bytes)[what.dst] = 0
+def wipe(pool: Bytes, drawn: Draw) -> None:
+    """Clear the target blocks, so that blocks of an earlier pass cannot count as delivered."""
+    pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 
 
-def wrong_blocks(pool: Bytes, expected: Bytes, what: Draw) -> int:
-    """How many blocks differ from the source's, looked at a few MiB at a time."""
-    have = pool.reshape(-1, what.block_bytes).view(np.uint64)
-    want = expected.reshape(-1, what.block_bytes).view(np.uint64)
-    step = max(1, (4 << 20) // what.block_bytes)
+def wrong_blocks(pool: Bytes, expected: Bytes, drawn: Draw) -> int:
+    """Return the number of target blocks that differ from the source's."""
+    actual = pool.reshape(-1, drawn.block_bytes).view(np.uint64)
+    wanted = expected.reshape(-1, drawn.block_bytes).view(np.uint64)
+    step = max(1, (4 << 20) // drawn.block_bytes)  # a few MiB at a time
     wrong = 0
-    for first in range(0, len(what.src), step):
+    for first in range(0, len(drawn.src), step):
         part = slice(first, first + step)
-        wrong += int((have[what.dst[part]] != want[what.src[part]]).any(axis=1).sum())
+        wrong += int((actual[drawn.dst[part]] != wanted[drawn.src[part]]).any(axis=1).sum())
     return wrong

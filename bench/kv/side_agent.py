@@ -1,7 +1,7 @@
-"""Whole exchanges between two of our agents: invitation, ticket, plan, windows with xxh3, the word that all has landed.
+"""Complete transfers between two of our agents, from the ticket to the confirmation.
 
-What side_ours measures of a link alone comes here with everything that makes a transfer safe. Settings: transport (tcp
-or shm), layers (a request that is computed layer by layer).
+side_ours measures a link alone; this module measures it with everything that makes a transfer safe.
+Settings: transport (tcp or shm), layers (True for a request that is computed layer by layer).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """The source offers in `prepare`, ahead of the clock; the sink fetches. Blocks of 64 KiB, of one layer."""
+    """A source that offers in `prepare`, which is not timed, or a sink that fetches.
+
+    Blocks have 64 KiB of one layer.
+    """
 
     LAYOUT = KvLayout(1, 8, 128, KvDtype.BF16, 16)
 
@@ -38,7 +41,9 @@ class Agents:
         if settings["transport"] == "tcp":
             self.region = Region.over(np.zeros(pool_bytes, np.uint8), block_bytes, name=role)
         else:
-            self.region = MemoryFileRegion.create(pool_bytes // block_bytes, block_bytes, name=role, populate=True)
+            self.region = MemoryFileRegion.create(
+                pool_bytes // block_bytes, block_bytes, name=role, populate=True
+            )
         self.pool: Bytes = self.region.bytes
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -46,13 +51,13 @@ class Agents:
         self.agent = Agent(role, self.LAYOUT, [self.region], key=KEY, transports=transports)
         self.peer = ""
         self.offers: list[Offer] = []
-        self.what: Draw | None = None
+        self.drawn: Draw | None = None
         self.each = False
-        self.turn = 0
-        self._do(self.agent.start())
+        self.pass_number = 0
+        self._run_on_loop(self.agent.start())
 
-    def _do(self, what: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self.loop).result(PATIENCE_S)
+    def _run_on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def address(self) -> dict[str, Any]:
         return {"address": self.agent.address}
@@ -60,85 +65,103 @@ class Agents:
     def connect(self, peer: dict[str, Any]) -> None:
         self.peer = peer["address"]
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        self.what, self.each = what, each
-        self.turn += 1
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        self.drawn, self.each = drawn, each
+        self.pass_number += 1
         if self.role == "source":
-            self._do(self._offer(what))
+            self._run_on_loop(self._offer(drawn))
 
-    async def _offer(self, what: Draw) -> None:
+    async def _offer(self, drawn: Draw) -> None:
         tokens = self.LAYOUT.block_tokens
-        parts = what.src[:, None] if self.each else [what.src]
+        parts = drawn.src[:, None] if self.each else [drawn.src]
         self.offers = [
-            self.agent.offer(f"{self.turn}/{i}", blocks, len(blocks) * tokens, ttl_s=PATIENCE_S, public=True)
+            self.agent.offer(
+                f"{self.pass_number}/{i}",
+                blocks,
+                len(blocks) * tokens,
+                ttl_s=PATIENCE_S,
+                public=True,
+            )
             for i, blocks in enumerate(parts)
         ]
 
     def begin(self) -> None: ...
 
     def finish(self) -> None:
-        """The source has its blocks back."""
+        """Wait until the source may reuse its blocks."""
         if self.role == "source":
             for offer in self.offers:
-                _landed(self._do(offer.ended()))
+                _check_landed(self._run_on_loop(offer.ended()))
 
     def run(self) -> None:
-        assert self.what is not None
-        self._fetch(0, self.what.dst)
+        assert self.drawn is not None
+        self._fetch(0, self.drawn.dst)
 
     def post(self, index: int) -> None:
-        assert self.what is not None
-        self._fetch(index, self.what.dst[index : index + 1])
+        assert self.drawn is not None
+        self._fetch(index, self.drawn.dst[index : index + 1])
 
     def _fetch(self, index: int, blocks: Any) -> None:
-        _landed(self._do(self._fetched(f"{self.turn}/{index}", blocks)))
+        _check_landed(self._run_on_loop(self._await_fetch(f"{self.pass_number}/{index}", blocks)))
 
-    async def _fetched(self, name: str, blocks: Any) -> End:
+    async def _await_fetch(self, name: str, blocks: Any) -> End:
         tokens = len(blocks) * self.LAYOUT.block_tokens
         return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).ended()
 
 
 class Layers(Agents):
-    """The same for one request whose layers are computed one after another: 32 of them, 8 KiB of each in a block."""
+    """Agents of one request with 32 layers that are computed in sequence.
+
+    A block has 8 KiB of each layer.
+    """
 
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """`fetch`: have the blocks that were drawn. `offer`: seconds from the last layer until the source knows that
-        all has landed, with a prefill of `prefill_s` (0: over before the offer) that takes no processor time."""
-        assert self.what is not None
-        if what == "fetch":
-            return self._do(self._fetch_layers())  # type: ignore[no-any-return]
-        return self._do(self._offer_layers(prefill_s))  # type: ignore[no-any-return]
+        """Run one side of a layer-wise transfer and return its seconds.
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        self.what = what
-        self.turn += 1
+        what       "fetch": receive the drawn blocks; "offer": send them, and measure from the last
+                   layer until the source knows that all blocks have arrived
+        prefill_s  duration of the simulated prefill, which uses no CPU; 0: the prefill ends before
+                   the offer
+        """
+        assert self.drawn is not None
+        if what == "fetch":
+            return self._run_on_loop(self._fetch_layers())  # type: ignore[no-any-return]
+        return self._run_on_loop(self._offer_layers(prefill_s))  # type: ignore[no-any-return]
+
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        self.drawn = drawn
+        self.pass_number += 1
 
     def finish(self) -> None: ...
 
     async def _fetch_layers(self) -> float:
-        assert self.what is not None
-        end = await self._fetched(str(self.turn), self.what.dst)
-        _landed(end)
+        assert self.drawn is not None
+        end = await self._await_fetch(str(self.pass_number), self.drawn.dst)
+        _check_landed(end)
         return end.seconds
 
     async def _offer_layers(self, prefill_s: float) -> float:
-        assert self.what is not None
-        tokens, layers = len(self.what.src) * self.LAYOUT.block_tokens, self.LAYOUT.layers
-        began = last = time.perf_counter()
+        assert self.drawn is not None
+        tokens, layers = len(self.drawn.src) * self.LAYOUT.block_tokens, self.LAYOUT.layers
+        started = last = time.perf_counter()
         offer = self.agent.offer(
-            str(self.turn), self.what.src, tokens, ready_layers=0 if prefill_s else None, public=True
+            str(self.pass_number),
+            self.drawn.src,
+            tokens,
+            ready_layers=0 if prefill_s else None,
+            public=True,
         )
         for layer in range(layers if prefill_s else 0):
-            await asyncio.sleep(began + prefill_s * (layer + 1) / layers - time.perf_counter())
+            await asyncio.sleep(started + prefill_s * (layer + 1) / layers - time.perf_counter())
             last = time.perf_counter()
             offer.ready(layer + 1)
-        _landed(await offer.ended())
+        _check_landed(await offer.ended())
         return time.perf_counter() - last
 
 
-def _landed(end: End) -> None:
+def _check_landed(end: End) -> None:
     if end.how is not How.LANDED:
         raise RuntimeError(f"the transfer ended {end.how}: {end.reason}")
 

@@ -1,6 +1,7 @@
-"""The floor: numpy copies block after block inside one process. The other has nothing to do.
+"""The reference contestant: numpy copies the blocks within the sink; the source does nothing.
 
-Settings: files (memory files in place of numpy's memory, which has huge pages)."""
+Settings: files (True to use memory files instead of numpy's memory, which has huge pages).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """The sink copies from a private pool of its own; what that holds is the source's reference."""
+    """A side; the sink copies from a private pool with the source's contents."""
 
     def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:
         self.role = role
@@ -26,14 +27,20 @@ class Memcpy:
         return {}
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """The sink gets the source's bytes here, ahead of every measurement."""
+        """Load the source's contents into the sink's private pool."""
         if self.role == "sink":
             self.source[:] = np.memmap(peer["expected"], dtype=np.uint8, mode="r")
 
-    def prepare(self, what: Draw, each: bool) -> None:
+    def prepare(self, drawn: Draw, each: bool) -> None:
         if self.role == "sink":
-            to, out_of = self.pool.reshape(-1, what.block_bytes), self.source.reshape(-1, what.block_bytes)
-            self.pairs = [(to[d], out_of[s]) for s, d in zip(what.src.tolist(), what.dst.tolist(), strict=True)]
+            to, out_of = (
+                self.pool.reshape(-1, drawn.block_bytes),
+                self.source.reshape(-1, drawn.block_bytes),
+            )
+            self.pairs = [
+                (to[d], out_of[s])
+                for s, d in zip(drawn.src.tolist(), drawn.dst.tolist(), strict=True)
+            ]
 
     def begin(self) -> None: ...
 
@@ -53,11 +60,13 @@ def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Memcpy:
 
 
 def _huge(n_bytes: int) -> Bytes:
-    """numpy asks for huge pages."""
+    """Allocate by numpy, which requests huge pages."""
     return np.zeros(n_bytes, np.uint8)
 
 
 def _file(n_bytes: int) -> Bytes:
     fd = os.memfd_create("memcpy")
     os.ftruncate(fd, n_bytes)
-    return np.frombuffer(mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
+    return np.frombuffer(
+        mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8
+    )

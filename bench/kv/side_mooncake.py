@@ -1,4 +1,7 @@
-"""Mooncake's transfer engine over tcp; its queue limits come from the environment. Settings: op (READ or WRITE)."""
+"""Mooncake's transfer engine over TCP. Settings: op (READ or WRITE).
+
+The environment sets its queue limits.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """The passive side only holds registered memory; Mooncake's own threads serve it."""
+    """A side. The passive one only registers memory, which Mooncake's own threads serve."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from mooncake.engine import TransferEngine
@@ -18,11 +21,11 @@ class Mooncake:
         self.initiates = role == ("source" if self.op == "WRITE" else "sink")
         self.engine = TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
-            raise RuntimeError("Mooncake does not initialize")
+            raise RuntimeError("Mooncake's engine cannot be initialized")
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
         self.base = self.pool.ctypes.data
         if self.engine.register_memory(self.base, pool_bytes) != 0:
-            raise RuntimeError("Mooncake does not register memory")
+            raise RuntimeError("Mooncake cannot register memory")
         self.peer = ""
         self.peer_base = 0
         self.mine: list[int] = []
@@ -35,28 +38,36 @@ class Mooncake:
     def connect(self, peer: dict[str, Any]) -> None:
         self.peer, self.peer_base = peer["session"], peer["base"]
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        mine, theirs = (what.src, what.dst) if self.op == "WRITE" else (what.dst, what.src)
-        self.mine = (self.base + mine * what.block_bytes).tolist()
-        self.theirs = (self.peer_base + theirs * what.block_bytes).tolist()
-        self.sizes = [what.block_bytes] * len(self.mine)
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        mine, theirs = (drawn.src, drawn.dst) if self.op == "WRITE" else (drawn.dst, drawn.src)
+        self.mine = (self.base + mine * drawn.block_bytes).tolist()
+        self.theirs = (self.peer_base + theirs * drawn.block_bytes).tolist()
+        self.sizes = [drawn.block_bytes] * len(self.mine)
 
     def begin(self) -> None: ...
 
     def finish(self) -> None: ...
 
     def run(self) -> None:
-        batch = self.engine.batch_transfer_sync_write if self.op == "WRITE" else self.engine.batch_transfer_sync_read
+        batch = (
+            self.engine.batch_transfer_sync_write
+            if self.op == "WRITE"
+            else self.engine.batch_transfer_sync_read
+        )
         self._check(batch(self.peer, self.mine, self.theirs, self.sizes))
 
     def post(self, index: int) -> None:
-        one = self.engine.transfer_sync_write if self.op == "WRITE" else self.engine.transfer_sync_read
+        one = (
+            self.engine.transfer_sync_write
+            if self.op == "WRITE"
+            else self.engine.transfer_sync_read
+        )
         self._check(one(self.peer, self.mine[index], self.theirs[index], self.sizes[index]))
 
     @staticmethod
     def _check(rc: int) -> None:
         if rc != 0:
-            raise RuntimeError(f"Mooncake answered {rc}")
+            raise RuntimeError(f"Mooncake's transfer returned {rc}")
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Mooncake:

@@ -1,8 +1,8 @@
-"""NIXL 1.5.1 with its UCX backend, at the best settings found: prepared descriptor lists as vLLM uses them.
+"""NIXL 1.5.1 with its UCX backend and prepared descriptor lists, as vLLM uses it.
 
-Without a progress thread the passive side has to look for its notifications as an engine does between its steps; here
-it does so without a pause, which is the fastest it can be. Settings: op (READ or WRITE), progress (bool). UCX_TLS and
-UCX_NET_DEVICES come from the environment.
+Without a progress thread the passive side must poll for notifications, as an engine does between
+its steps. Here it polls without a pause, which is fastest. Settings: op (READ or WRITE), progress
+(bool). The environment sets UCX_TLS and UCX_NET_DEVICES.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pool import Bytes, Draw
 
 
 class Nixl:
-    """The initiator holds one handle for a whole pass, or one for every block."""
+    """A side; the initiator has one transfer handle for a pass, or one for each block."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -24,7 +24,9 @@ class Nixl:
         self.op = settings["op"]
         self.initiates = role == ("source" if self.op == "WRITE" else "sink")
         self.progress = settings["progress"]
-        self.agent = nixl_agent(role, nixl_agent_config(enable_prog_thread=self.progress, backends=["UCX"]))
+        self.agent = nixl_agent(
+            role, nixl_agent_config(enable_prog_thread=self.progress, backends=["UCX"])
+        )
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
         self.base = self.pool.ctypes.data
         self.registered = self.agent.register_memory([(self.base, pool_bytes, 0, "")], "DRAM")
@@ -36,7 +38,10 @@ class Nixl:
         self.expected = 0
 
     def address(self) -> dict[str, Any]:
-        return {"metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(), "base": self.base}
+        return {
+            "metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(),
+            "base": self.base,
+        }
 
     def connect(self, peer: dict[str, Any]) -> None:
         self.peer = self.agent.add_remote_agent(base64.b64decode(peer["metadata"]))
@@ -44,16 +49,18 @@ class Nixl:
             self.peer = self.peer.decode()
         self.peer_base = peer["base"]
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        self.expected = len(what.src) if each else 1
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        self.expected = len(drawn.src) if each else 1
         if not self.initiates:
             return
         for handle in self.handles:
             self.agent.release_xfer_handle(handle)
-        mine, theirs = (what.src, what.dst) if self.op == "WRITE" else (what.dst, what.src)
+        mine, theirs = (drawn.src, drawn.dst) if self.op == "WRITE" else (drawn.dst, drawn.src)
         self.lists = [
-            self.agent.prep_xfer_dlist("", self._slots(self.base, what.block_bytes), "DRAM"),
-            self.agent.prep_xfer_dlist(self.peer, self._slots(self.peer_base, what.block_bytes), "DRAM"),
+            self.agent.prep_xfer_dlist("", self._slots(self.base, drawn.block_bytes), "DRAM"),
+            self.agent.prep_xfer_dlist(
+                self.peer, self._slots(self.peer_base, drawn.block_bytes), "DRAM"
+            ),
         ]
         parts = [slice(i, i + 1) for i in range(len(mine))] if each else [slice(None)]
         self.handles = [self._handle(mine[part], theirs[part]) for part in parts]
@@ -73,13 +80,13 @@ class Nixl:
 
     def begin(self) -> None:
         if not self.initiates:
-            self.thread = threading.Thread(target=self._listen, daemon=True)
+            self.thread = threading.Thread(target=self._poll_notifications, daemon=True)
             self.thread.start()
 
-    def _listen(self) -> None:
-        heard = 0
-        while heard < self.expected:
-            heard += sum(map(len, self.agent.get_new_notifs().values()))
+    def _poll_notifications(self) -> None:
+        received = 0
+        while received < self.expected:
+            received += sum(map(len, self.agent.get_new_notifs().values()))
 
     def finish(self) -> None:
         if self.thread is not None:

@@ -1,7 +1,8 @@
-"""Our transports at the level of a link: windows of runs as an agent would put them, generations checked, bytes proven.
+"""Our transports at the level of a link, with windows of runs as an agent sends them.
 
-The sink dials, as sinks do. The source puts a pass's windows and waits for the word that all have landed; it moves
-its link meanwhile on its own thread. Settings: transport (tcp or shm), checked (xxh3), sealed (AES-GCM), lanes.
+The link checks generations and verifies bytes. The sink dials. The source puts the windows of a
+pass, drives the link on its own thread, and waits for the confirmation of all. Settings: transport
+(tcp or shm), checked (xxh3), sealed (AES-GCM), lanes (number of parallel connections).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.stream.link import Manner
 from kvtransfer.util.options import Options
 
-BLOCK_BYTES = 64 << 10  # of the region, for its generations
+BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations
 SECRET = bytes(range(32))
 PATIENCE_S = 50.0
 ALL, ONE = b"all landed", b"one landed"
 GRANT = b"grant"
 
 
-class Ours:
-    """Owner of one link. What the link tells arrives on its own thread, or on the one that drives it."""
+class LinkSide:
+    """A side and the owner of its link; the link calls it on its own thread or the driving one."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role
@@ -36,7 +37,11 @@ class Ours:
         self.transport = _transport(**settings)
         self.here = self.transport.start(self, [self.region])
         self.link: Link | None = None
-        self.joined, self.granted, self.free = threading.Event(), threading.Event(), threading.Event()
+        self.joined, self.granted, self.free = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.transfer = 0
         self.windows: list[tuple[WindowHead, Slice]] = []
         self.expected: dict[int, Slice] = {}
@@ -47,7 +52,7 @@ class Ours:
         self.replies = 0
         self.wrong = ""
 
-    # ---- what the worker asks ----
+    # ---- commands of the worker (Side) ----
 
     def address(self) -> dict[str, Any]:
         return {"address": self.here}
@@ -61,35 +66,42 @@ class Ours:
                 lane.secure(SECRET)
                 _laned(self.link).widen(lane)
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        """The windows of both ends, and the sink's leave to write where they go."""
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        """Build the windows; the sink grants write access to its blocks, the source awaits that."""
         self.transfer += 1
         self.each, self.replies = each, 0
         assert self.role == "sink" or self.joined.wait(PATIENCE_S)
         window_bytes = min(self.link.window_bytes, Options().window_bytes)  # type: ignore[union-attr]
-        self.windows = self._windows(what, 1 if each else max(1, window_bytes // what.block_bytes))
+        self.windows = self._windows(
+            drawn, 1 if each else max(1, window_bytes // drawn.block_bytes)
+        )
         if self.role == "sink":
             self.expected = {head.first: window for head, window in self.windows}
             self.left = len(self.windows)
             assert self.link is not None
-            blocks = _blocks(what.dst, what.block_bytes)
+            blocks = _blocks(drawn.dst, drawn.block_bytes)
             self.link.send(GRANT + self.link.grant(self.transfer, [self.region], blocks))
         elif not self.granted.wait(PATIENCE_S):
-            raise RuntimeError("the sink has granted nothing")
+            raise RuntimeError("the sink has not granted write access")
         self.granted.clear()
 
-    def _windows(self, what: Draw, together: int) -> list[tuple[WindowHead, Slice]]:
-        size = what.block_bytes
-        found = []
-        for first in range(0, len(what.src), together):
-            src, dst = what.src[first : first + together], what.dst[first : first + together]
+    def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, Slice]]:
+        size = drawn.block_bytes
+        windows = []
+        for first in range(0, len(drawn.src), blocks_per_window):
+            src, dst = (
+                drawn.src[first : first + blocks_per_window],
+                drawn.dst[first : first + blocks_per_window],
+            )
             head = WindowHead(self.transfer, 0, 0, first, len(src), len(src) * size)
             runs = Runs(src * size, dst * size, np.full(len(src), size, np.int64))
-            found.append((head, Slice(runs, self.region, 0, 0, self._current(src, size))))
-        return found
+            windows.append(
+                (head, Slice(runs, self.region, 0, 0, self._generation_check(src, size)))
+            )
+        return windows
 
-    def _current(self, src: np.ndarray, size: int) -> Any:
-        """What an agent has a link ask: whether the blocks are still of the generation that was promised."""
+    def _generation_check(self, src: np.ndarray, size: int) -> Any:
+        """Return a check that the source's blocks still have their present generation."""
         if self.role == "sink":
             return None
         blocks = _blocks(src, size)
@@ -103,7 +115,7 @@ class Ours:
             assert self.link is not None
             self.link.fence(self.transfer)
             if not self.free.wait(PATIENCE_S):
-                raise RuntimeError("the fence does not close")
+                raise RuntimeError("the fence is not confirmed")
             self.free.clear()
 
     def run(self) -> None:
@@ -123,10 +135,10 @@ class Ours:
         if self.wrong:
             raise RuntimeError(self.wrong)
 
-    # ---- what the link tells (LinkOwner) ----
+    # ---- callbacks of the link (LinkOwner) ----
 
     def linked(self, link: Link) -> None:
-        """Of connections the first is the link, and others are its lanes."""
+        """Use the first connection as the link and further ones as its lanes."""
         link.secure(SECRET)
         if self.link is None:
             self.link = link
@@ -148,8 +160,8 @@ class Ours:
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
         if verdict is not Verdict.OK:
-            self.wrong = f"a window arrived {verdict}"
-        with self.counting:  # lanes tell each on its own thread
+            self.wrong = f"a window arrived with verdict {verdict}"
+        with self.counting:  # each lane calls on its own thread
             self.left -= 1
             last = not self.left
         if self.each:
@@ -167,7 +179,7 @@ class Ours:
 
 
 def _region(role: str, pool_bytes: int, transport: str) -> Region:
-    """Over tcp memory as everybody has it, numpy's with huge pages; shm needs memory files, which have none."""
+    """Create the region: numpy's memory with huge pages for TCP, memory files for shm."""
     if transport == "tcp":
         return Region.over(np.zeros(pool_bytes, np.uint8), BLOCK_BYTES, name=role)
     return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
@@ -178,7 +190,9 @@ def _laned(link: Link) -> Laned:
     return link
 
 
-def _transport(transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1) -> Transport:
+def _transport(
+    transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1
+) -> Transport:
     manner = Manner(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
@@ -190,9 +204,9 @@ def _transport(transport: str, checked: bool = False, sealed: bool = False, lane
 
 
 def _blocks(slots: np.ndarray, size: int) -> np.ndarray:
-    """The region's blocks in which slots of this size lie."""
+    """Return the region's blocks that contain slots of this size."""
     return np.unique(slots[:, None] * size // BLOCK_BYTES + np.arange(max(1, size // BLOCK_BYTES)))
 
 
-def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Ours:
-    return Ours(role, pool_bytes, settings)
+def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> LinkSide:
+    return LinkSide(role, pool_bytes, settings)

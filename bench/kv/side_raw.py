@@ -1,7 +1,7 @@
-"""What a loopback TCP connection can do: one hot buffer of 1 MiB, sent and received over and over, no blocks at all.
+"""Upper limits: what a loopback TCP connection can carry.
 
-The bytes are counted; there is nothing else to verify, which is why it is a ceiling and no contestant. `Scattered` is
-the other ceiling: the blocks themselves by the shortest of loops, without frames, generations or leave to write.
+`Raw` sends one cached buffer of 1 MiB again and again, without blocks. `Scattered` sends the blocks
+by a minimal loop, without frames, generations or write permissions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ import xxhash
 from pool import Bytes, Draw
 
 BUFFER = 1 << 20
-AT_ONCE = 512 << 10  # of blocks in one call: the digest is taken while they are in a core's cache
+AT_ONCE = 512 << 10
+"""Bytes of blocks per call: few enough to be digested while they are in a core's cache."""
+
 PROOF = 8
 
 
 class Raw:
-    """Source: sendall of the hot buffer; sink: a thread that receives into its own and answers one byte per order."""
+    """A source that sends a buffer, or a sink that receives it and confirms each transfer."""
 
     def __init__(self, role: str, pool_bytes: int) -> None:
         self.role = role
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
-        self.hot = memoryview(bytearray(BUFFER))
-        self.what: Draw | None = None
+        self.buffer = memoryview(bytearray(BUFFER))
+        self.drawn: Draw | None = None
         self.each = False
         self.listener = socket.create_server(("127.0.0.1", 0)) if role == "sink" else None
-        self.wire: socket.socket | None = None
+        self.sock: socket.socket | None = None
         self.thread: threading.Thread | None = None
 
     def address(self) -> dict[str, Any]:
@@ -38,17 +40,17 @@ class Raw:
 
     def connect(self, peer: dict[str, Any]) -> None:
         if self.listener is None:
-            self.wire = socket.create_connection(("127.0.0.1", peer["port"]))
-            self._tune(self.wire)
+            self.sock = socket.create_connection(("127.0.0.1", peer["port"]))
+            self._tune(self.sock)
 
     @staticmethod
-    def _tune(wire: socket.socket) -> None:
-        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    def _tune(sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        self.what, self.each = what, each
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        self.drawn, self.each = drawn, each
 
     def begin(self) -> None:
         if self.listener is not None:
@@ -59,84 +61,89 @@ class Raw:
         if self.thread is not None:
             self.thread.join()
 
-    def _accepted(self) -> socket.socket:
-        """The sink's end of the wire."""
+    def _accept(self) -> socket.socket:
+        """Return the sink's socket."""
         assert self.listener is not None
-        if self.wire is None:
-            self.wire, _ = self.listener.accept()
-            self._tune(self.wire)
-        return self.wire
+        if self.sock is None:
+            self.sock, _ = self.listener.accept()
+            self._tune(self.sock)
+        return self.sock
 
     def _receive(self) -> None:
-        assert self.what is not None
-        wire = self._accepted()
-        orders = len(self.what.src) if self.each else 1
-        size = self.what.n_bytes // orders
-        for _ in range(orders):
+        assert self.drawn is not None
+        sock = self._accept()
+        transfers = len(self.drawn.src) if self.each else 1
+        size = self.drawn.n_bytes // transfers
+        for _ in range(transfers):
             left = size
             while left:
-                left -= wire.recv_into(self.hot[: min(left, BUFFER)])
-            wire.sendall(b"k")
+                left -= sock.recv_into(self.buffer[: min(left, BUFFER)])
+            sock.sendall(b"k")
 
     def run(self) -> None:
-        assert self.wire is not None
-        assert self.what is not None
-        left = self.what.n_bytes
+        assert self.sock is not None
+        assert self.drawn is not None
+        left = self.drawn.n_bytes
         while left:
             part = min(left, BUFFER)
-            self.wire.sendall(self.hot[:part])
+            self.sock.sendall(self.buffer[:part])
             left -= part
-        self.wire.recv(1)
+        self.sock.recv(1)
 
     def post(self, index: int) -> None:
-        assert self.wire is not None
-        assert self.what is not None
-        self.wire.sendall(self.hot[: self.what.block_bytes])
-        self.wire.recv(1)
+        assert self.sock is not None
+        assert self.drawn is not None
+        self.sock.sendall(self.buffer[: self.drawn.block_bytes])
+        self.sock.recv(1)
 
 
 class Scattered(Raw):
-    """The same wire, from the slots of one pool to those of the other; checked: with an xxh3-64 for every few blocks,
-    taken from the source's memory and again from the sink's."""
+    """Raw TCP between the slots of both pools.
+
+    checked  send an xxh3-64 digest with every few blocks and verify it in the sink's memory
+    """
 
     def __init__(self, role: str, pool_bytes: int, *, checked: bool) -> None:
         super().__init__(role, pool_bytes)
         self.checked = checked
         self.groups: list[list[memoryview]] = []
 
-    def prepare(self, what: Draw, each: bool) -> None:
-        super().prepare(what, each)
-        memory, size = self.pool.data, what.block_bytes
-        slots = (what.src if self.role == "source" else what.dst).tolist()
+    def prepare(self, drawn: Draw, each: bool) -> None:
+        super().prepare(drawn, each)
+        memory, size = self.pool.data, drawn.block_bytes
+        slots = (drawn.src if self.role == "source" else drawn.dst).tolist()
         blocks = [memory[slot * size : (slot + 1) * size] for slot in slots]
-        together = 1 if each else max(1, AT_ONCE // size)
-        self.groups = [blocks[at : at + together] for at in range(0, len(blocks), together)]
+        group_size = 1 if each else max(1, AT_ONCE // size)
+        starts = range(0, len(blocks), group_size)
+        self.groups = [blocks[start : start + group_size] for start in starts]
 
     def _receive(self) -> None:
-        wire, proof = self._accepted(), bytearray(PROOF)
+        sock, proof = self._accept(), bytearray(PROOF)
         for blocks in self.groups:
-            _whole(os.readv, wire, [*blocks, memoryview(proof)] if self.checked else blocks)
+            _transfer_all(os.readv, sock, [*blocks, memoryview(proof)] if self.checked else blocks)
             if self.checked and _digest(blocks) != proof:
-                raise RuntimeError("bytes were spoiled")
+                raise RuntimeError("the digest of received blocks differs")
             if self.each:
-                wire.sendall(b"k")
+                sock.sendall(b"k")
         if not self.each:
-            wire.sendall(b"k")
+            sock.sendall(b"k")
 
     def run(self) -> None:
-        assert self.wire is not None
+        assert self.sock is not None
         for blocks in self.groups:
             self._send(blocks)
-        self.wire.recv(1)
+        self.sock.recv(1)
 
     def post(self, index: int) -> None:
-        assert self.wire is not None
+        assert self.sock is not None
         self._send(self.groups[index])
-        self.wire.recv(1)
+        self.sock.recv(1)
 
     def _send(self, blocks: list[memoryview]) -> None:
-        assert self.wire is not None
-        _whole(os.writev, self.wire, [*blocks, memoryview(_digest(blocks))] if self.checked else blocks)
+        assert self.sock is not None
+        _transfer_all(
+            os.writev, self.sock, [*blocks, memoryview(_digest(blocks))] if self.checked else blocks
+        )
 
 
 def _digest(blocks: list[memoryview]) -> bytes:
@@ -146,17 +153,17 @@ def _digest(blocks: list[memoryview]) -> bytes:
     return digest.digest()
 
 
-def _whole(call: Any, wire: socket.socket, parts: list[memoryview]) -> None:
-    """readv or writev until all of it is through."""
+def _transfer_all(call: Any, sock: socket.socket, parts: list[memoryview]) -> None:
+    """Call readv or writev until all parts are transferred."""
     while parts:
-        count = call(wire.fileno(), parts)
+        count = call(sock.fileno(), parts)
         if not count:
-            raise EOFError("the other end has gone")
-        through = 0
-        while through < len(parts) and count >= len(parts[through]):
-            count -= len(parts[through])
-            through += 1
-        parts = parts[through:]
+            raise EOFError("the peer closed the connection")
+        complete = 0
+        while complete < len(parts) and count >= len(parts[complete]):
+            count -= len(parts[complete])
+            complete += 1
+        parts = parts[complete:]
         if count:
             parts[0] = parts[0][count:]
 

@@ -1,10 +1,11 @@
-"""Locust users that stream chat completions and report TTFT and TPOT beside locust's own whole-request times.
+"""Locust users that stream chat completions and report TTFT and TPOT in addition to request times.
 
-    make load                                                          # headless, against a fleet of its own
-    locust -f bench/load/locustfile.py --host http://127.0.0.1:8080    # from the project's root, with a web page
+    make load                                                          # headless, with mock groups
+    locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
 
-Rows: `POST chat` is the whole answer; `TTFT chat` the first event with generated content; `TPOT chat` the time per
-token after it. The users' prompts are the shapes of `penstock bench` (planner/bench/workloads.py).
+Rows: `POST chat` is the complete answer, `TTFT chat` the first event with generated content, and
+`TPOT chat` the time per token after it. Prompts have the shapes of `penstock bench`
+(planner/bench/workloads.py).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ SHAPES = ("chat", "shared-prefix")
 
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
-    """One stream of sessions per shape for all users of this process, so that they ask about the same prefixes."""
+    """Create a stream of sessions per shape for all users, so that they share prefixes."""
     environment.sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
 
 
 class StreamingUser(HttpUser):
-    """Asks, reads the stream to its end, thinks, asks again."""
+    """A user that sends a request, reads the stream to its end, and pauses."""
 
     abstract = True
     wait_time = between(0.1, 0.5)
@@ -56,7 +57,12 @@ class StreamingUser(HttpUser):
         }
         timeline, started_s = Timeline(), time.perf_counter()
         request = self.client.post(
-            "/v1/chat/completions", json=body, name=self.shape, stream=True, catch_response=True, timeout=120
+            "/v1/chat/completions",
+            json=body,
+            name=self.shape,
+            stream=True,
+            catch_response=True,
+            timeout=120,
         )
         with request as answer:
             if answer.status_code != 200:
@@ -74,10 +80,14 @@ class StreamingUser(HttpUser):
             return
         self._event("TTFT", timeline.first_s - started_s, timeline.tokens)
         if timeline.tokens > 1:
-            self._event("TPOT", (timeline.last_s - timeline.first_s) / (timeline.tokens - 1), timeline.tokens)
+            self._event(
+                "TPOT",
+                (timeline.last_s - timeline.first_s) / (timeline.tokens - 1),
+                timeline.tokens,
+            )
 
     def _event(self, kind: str, seconds: float, tokens: int) -> None:
-        """A row of locust's table; the length of a response is its tokens."""
+        """Add a measurement to locust's table; the response length is the number of tokens."""
         self.environment.events.request.fire(
             request_type=kind,
             name=self.shape,
@@ -89,14 +99,14 @@ class StreamingUser(HttpUser):
 
 
 class ChatUser(StreamingUser):
-    """Conversations with a short system prompt in common."""
+    """Users with conversations that share a short system prompt."""
 
     shape = "chat"
     weight = 3
 
 
 class SharedPrefixUser(StreamingUser):
-    """Questions about one of 150 long prompts that form a tree."""
+    """Users with questions about one of 150 long prompts whose prefixes form a tree."""
 
     shape = "shared-prefix"
     weight = 1

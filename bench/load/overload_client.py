@@ -1,7 +1,7 @@
-"""A lean HTTP client that notes when its request left and when the answer's first byte reached its socket.
+"""A minimal HTTP client that records when a request was sent and when its answer arrived.
 
-The second moment is the kernel's: this process has other answers to read, and would tell of its own delays. aiohttp's
-client would add more than what is measured here. Not here: who asks what and when (bench/load/overload_load.py).
+The arrival is the kernel's timestamp, since this process may read the answer late. aiohttp's client
+would add more delay than is measured here. The requests are in bench/load/overload_load.py.
 """
 
 from __future__ import annotations
@@ -22,20 +22,32 @@ from planner.text_generator import text
 _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
 _RETRY = re.compile(rb"\r\nretry-after-ms: *([0-9]+)", re.IGNORECASE)
 
-SO_TIMESTAMPNS = 35  # Linux, asm-generic/socket.h: with what is read comes when it arrived; Python has no name for it
+SO_TIMESTAMPNS = 35
+"""Linux socket option (asm-generic/socket.h): recvmsg also returns the time of arrival."""
+
 STAMP = struct.Struct("@qq")  # a timespec of the wall clock
 
 
-class Asked:
-    """One request and its answer. Moments are of time.monotonic; None: it did not come to that.
+class TimedRequest:
+    """One request and its answer. Times are of time.monotonic; None if the event did not happen.
 
-    sent_s, answered_s  the request was handed to the kernel, the first bytes of the answer reached the socket
-    unread_s            how long these lay there until this process read them
-    retry_after_s       as told by retry-after-ms
-    ended               done when the answer was whole, or the connection over
+    sent_s         the request was passed to the kernel
+    answered_s     the first bytes of the answer reached the socket
+    unread_s       seconds from then until this process read them
+    retry_after_s  value of the retry-after-ms header
+    ended          done when the answer is complete or the connection has ended
     """
 
-    __slots__ = ("answered_s", "ended", "id", "retry_after_s", "sent_s", "status", "timeline", "unread_s")
+    __slots__ = (
+        "answered_s",
+        "ended",
+        "id",
+        "retry_after_s",
+        "sent_s",
+        "status",
+        "timeline",
+        "unread_s",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.sent_s = 0.0
@@ -47,39 +59,39 @@ class Asked:
         self.timeline = Timeline()
         self.ended: asyncio.Future[None] = loop.create_future()
 
-    def read(self, head: bytes, status: int) -> None:
+    def read_head(self, head: bytes, status: int) -> None:
         self.status = status
-        found = _ID.search(head)
-        self.id = found[1].decode() if found else ""
-        told = _RETRY.search(head)
-        self.retry_after_s = int(told[1]) / 1000 if told else None
+        request_id = _ID.search(head)
+        self.id = request_id[1].decode() if request_id else ""
+        retry_after = _RETRY.search(head)
+        self.retry_after_s = int(retry_after[1]) / 1000 if retry_after else None
 
 
-class Line:
-    """One connection, one request at a time. Owns its socket, which does not block."""
+class TimedConnection:
+    """A connection for one request at a time. It owns a non-blocking socket."""
 
-    def __init__(self, pool: Lines, sock: socket.socket) -> None:
+    def __init__(self, pool: ConnectionPool, sock: socket.socket) -> None:
         self._pool, self._sock = pool, sock
         self._loop = asyncio.get_running_loop()
-        self._asked: Asked | None = None
+        self._asked: TimedRequest | None = None
         self._head = b""
         self._body: Body | None = None
         self.open = True
         sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._loop.add_reader(sock, self._readable)
 
-    async def ask(self, request: bytes, asked: Asked) -> None:
-        """Send it and read its answer to the end."""
-        self._asked, self._head, self._body = asked, b"", None
-        asked.sent_s = monotonic()
+    async def send(self, request: bytes, timed: TimedRequest) -> None:
+        """Send a request and read its answer to the end."""
+        self._asked, self._head, self._body = timed, b"", None
+        timed.sent_s = monotonic()
         try:
-            await self._loop.sock_sendall(self._sock, request)  # at once, or else when there is room again
+            await self._loop.sock_sendall(self._sock, request)
         except OSError:
             self.close()
-        await asked.ended
+        await timed.ended
 
     def close(self) -> None:
-        """Whoever waits for an answer waits no more."""
+        """Close the socket and end the pending request."""
         if self.open:
             self.open = False
             self._loop.remove_reader(self._sock)
@@ -89,88 +101,91 @@ class Line:
 
     def _readable(self) -> None:
         try:
-            data, about, _, _ = self._sock.recvmsg(256 * 1024, socket.CMSG_SPACE(STAMP.size))
+            data, ancillary, _, _ = self._sock.recvmsg(256 * 1024, socket.CMSG_SPACE(STAMP.size))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if data:
-            self._read(data, age_s(about, time()))
+            self._read(data, age_s(ancillary, time()))
         else:
             self.close()
 
     def _read(self, data: bytes, unread_s: float) -> None:
-        """What came, and how long it lay in the socket."""
-        now, asked = monotonic() - unread_s, self._asked
-        if asked is None:
+        """Handle bytes that lay in the socket for `unread_s` seconds."""
+        now, timed = monotonic() - unread_s, self._asked
+        if timed is None:
             return
-        if asked.answered_s is None:
-            asked.answered_s, asked.unread_s = now, unread_s
+        if timed.answered_s is None:
+            timed.answered_s, timed.unread_s = now, unread_s
         if self._body is None:
-            head, found, data = (self._head + data).partition(b"\r\n\r\n")
+            head, is_complete, data = (self._head + data).partition(b"\r\n\r\n")
             self._head = head
-            if not found:
+            if not is_complete:
                 return
             facts = parse_head(head + b"\r\n")
-            asked.read(head, facts.status)
+            timed.read_head(head, facts.status)
             self._body = body_for(facts)
         if data:
-            asked.timeline.feed(self._body.feed(data), now)
+            timed.timeline.feed(self._body.feed(data), now)
         if self._body.ended:
-            self._over(asked)
+            self._finish(timed)
 
-    def _over(self, asked: Asked) -> None:
+    def _finish(self, timed: TimedRequest) -> None:
         self._asked = None
         self._pool.idle.append(self)
-        if not asked.ended.done():
-            asked.ended.set_result(None)
+        if not timed.ended.done():
+            timed.ended.set_result(None)
 
 
-def age_s(about: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """How long before `now_s`, of the wall clock, the kernel took in what it tells about; 0 if it tells nothing, as
-    for the first moments after somebody wants to know."""
-    if not about:
+def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
+    """Return the seconds from the arrival of data until `now_s`, a time of the wall clock.
+
+    about  ancillary data of recvmsg. Without a timestamp, which the kernel omits for a moment after
+           the option is set, the result is 0.
+    """
+    if not ancillary:
         return 0.0
-    seconds, nanoseconds = STAMP.unpack(about[0][2])
+    seconds, nanoseconds = STAMP.unpack(ancillary[0][2])
     return max(0.0, now_s - seconds - nanoseconds / 1e9)
 
 
-class Lines:
-    """Connections to one server, kept alive and used again, the newest first."""
+class ConnectionPool:
+    """A pool of keep-alive connections to one server; the last used is reused first."""
 
     def __init__(self, url: str) -> None:
         split = urlsplit(url)
-        self._where = str(split.hostname), int(split.port or 80)
-        self._all: list[Line] = []
-        self.idle: list[Line] = []
+        self._address = str(split.hostname), int(split.port or 80)
+        self._all: list[TimedConnection] = []
+        self.idle: list[TimedConnection] = []
 
-    async def ask(self, request: bytes, asked: Asked) -> None:
-        """Send it on an idle connection or a new one, and read its answer to the end."""
-        line = None
-        while self.idle and line is None:
-            line = self.idle.pop()
-            if not line.open:
-                line = None
-        if line is None:
-            line = await self._connect()
-        await line.ask(request, asked)
+    async def send(self, request: bytes, timed: TimedRequest) -> None:
+        """Send a request on an idle or new connection and read its answer to the end."""
+        connection = None
+        while self.idle and connection is None:
+            connection = self.idle.pop()
+            if not connection.open:
+                connection = None
+        if connection is None:
+            connection = await self._connect()
+        await connection.send(request, timed)
 
-    async def _connect(self) -> Line:
+    async def _connect(self) -> TimedConnection:
         sock = socket.socket()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, self._where)
-        line = Line(self, sock)
-        self._all.append(line)
-        return line
+        await asyncio.get_running_loop().sock_connect(sock, self._address)
+        connection = TimedConnection(self, sock)
+        self._all.append(connection)
+        return connection
 
     def close(self) -> None:
-        for line in self._all:
-            line.close()
+        for connection in self._all:
+            connection.close()
 
 
 def request(prompt_tokens: int, output_tokens: int, *key: object) -> bytes:
-    """A streaming chat completion as an SDK would send it; `key` makes its prompt like no other."""
+    """Build a streaming chat completion as an SDK sends it; `key` makes its prompt unique."""
     body = msgspec.json.encode(
         {
             "model": "llama-3.1-70b-fp8",
@@ -181,5 +196,8 @@ def request(prompt_tokens: int, output_tokens: int, *key: object) -> bytes:
             "ignore_eos": True,
         }
     )
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    return f"{head}accept: text/event-stream\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+        "content-type: application/json\r\naccept: text/event-stream\r\n"
+    )
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

@@ -1,10 +1,11 @@
-"""`make policies`: the Mooncake conversation trace over real HTTP, through each policy, and the two lines it must hold.
+"""`make policies`: replay the Mooncake conversation trace over HTTP through each policy.
 
     python -m bench.load.policies_live [--runs 3] [--speed 8] [--requests 1500] [--policy NAME]...
 
-Four mock groups (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a bench client, all fresh for every run.
-prefix_aware must reach 0.9 of the hit ratio of one LRU cache with the memory of all four, and the least mean TTFT.
-Exit status: 1 when it does not. Not in `make test`: a run takes 512 s / speed.
+Each run starts four mock groups (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a
+client. prefix_aware must reach 0.9 of the hit ratio of one LRU cache with the memory of all four
+groups, and the lowest mean TTFT. Exit status: 1 when it does not. A run takes 512 s / speed, so it
+is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -38,40 +39,54 @@ def main() -> int:
     for number in range(options.runs):
         for policy in options.policy:
             with fleet(policy, options.speed) as url:
-                plan = Plan(url=url, trace=TRACE, speed=options.speed, limit=options.requests, ignore_eos=True)
+                plan = Plan(
+                    url=url,
+                    trace=TRACE,
+                    speed=options.speed,
+                    limit=options.requests,
+                    ignore_eos=True,
+                )
                 report = asyncio.run(run(plan))
             hits[policy].append(report.cached_ratio or 0.0)
             ttfts[policy].append(_mean_ttft_s(report) * options.speed)
-            print(f"run {number + 1} {policy:<13} {_line(report, ideal, options.speed)}", flush=True)
+            print(
+                f"run {number + 1} {policy:<13} {_format_run(report, ideal, options.speed)}",
+                flush=True,
+            )
     best = hits.get("prefix_aware", [])
-    return 0 if not best or _holds(best, ttfts, ideal) else 1
+    return 0 if not best or _meets_requirements(best, ttfts, ideal) else 1
 
 
-def _holds(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bool:
-    """Prints the verdict on the two lines."""
+def _meets_requirements(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bool:
+    """Print and return whether prefix_aware meets both requirements."""
     means = {name: fmean(values) for name, values in ttfts.items()}
-    reached, least = median(hits) / ideal, min(means, key=lambda name: means[name])
-    print(f"prefix_aware reaches {reached:.2f} of the shared LRU; least mean TTFT: {least} ({means[least]:.2f} s)")
-    return reached >= 0.9 and least == "prefix_aware"
+    reached, lowest = median(hits) / ideal, min(means, key=lambda name: means[name])
+    print(
+        f"prefix_aware reaches {reached:.2f} of the shared LRU; "
+        f"lowest mean TTFT: {lowest} ({means[lowest]:.2f} s)"
+    )
+    return reached >= 0.9 and lowest == "prefix_aware"
 
 
 def _mean_ttft_s(report: Report) -> float:
     return fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
 
 
-def _line(report: Report, ideal: float, speed: float) -> str:
+def _format_run(report: Report, ideal: float, speed: float) -> str:
     ratio, tokens = report.cached_ratio or 0.0, report.prompt_tokens / max(1, len(report.completed))
     worst = max((record.lag_s for record in report.records), default=0.0)
     return (
-        f"hits {ratio:.3f} ({ratio / ideal:.2f}), mean TTFT {_mean_ttft_s(report) * speed:.2f} s of model time, "
-        f"{len(report.completed)} served, errors {report.errors}, {tokens:.0f} prompt tokens each, "
-        f"{report.duration_s:.0f} s, worst send lag {worst * 1e3:.0f} ms"
+        f"hits {ratio:.3f} ({ratio / ideal:.2f}), "
+        f"mean TTFT {_mean_ttft_s(report) * speed:.2f} s of model time, "
+        f"{len(report.completed)} served, errors {report.errors}, "
+        f"{tokens:.0f} prompt tokens per request, {report.duration_s:.0f} s, "
+        f"longest send lag {worst * 1e3:.0f} ms"
     )
 
 
 @contextmanager
 def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
-    """Four cold groups in one process and a gateway before them; the gateway's URL."""
+    """Run four groups with empty caches and a gateway; yield the gateway's URL."""
     first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         mock = ["-m", "mockgpu", "--port", str(first), "--speed", str(speed), *MODEL]
@@ -98,16 +113,22 @@ def _running(arguments: list[str], port: int) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(20)
-        with socket.socket() as gone:
-            assert gone.connect_ex(("127.0.0.1", port))
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)), "the port is still open"
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.policies_live", description="A trace through every policy.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.policies_live", description="A trace through every policy."
+    )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--speed", type=float, default=8.0, help="of trace and engines")
+    parser.add_argument(
+        "--speed", type=float, default=8.0, help="speed of the trace and the engines"
+    )
     parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--policy", action="append", help="default: all three")
+    parser.add_argument(
+        "--policy", action="append", help="policy to run; may be repeated (default: all three)"
+    )
     options = parser.parse_args()
     options.policy = options.policy or ["round_robin", "least_loaded", "prefix_aware"]
     return options

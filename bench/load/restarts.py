@@ -1,9 +1,10 @@
-"""Restart a gateway ten times under load with open streams, and count what was refused or cut: both have to be 0.
+"""Restart a gateway ten times under load; no request may be refused and no stream cut.
 
-    python -m bench.load.restarts [--restarts 10] [--streams 40] [--shorts 4] [--only sigusr2|socket|workers]
+    python -m bench.load.restarts [--restarts 10] [--streams 40] [--shorts 4]
+                                  [--only sigusr2|socket|workers]
 
-sigusr2: a gateway with its own sockets. socket: one that systemd-socket-activate started. workers: two of them.
-Ports are of 127.0.0.1; nothing outlives the run.
+The modes: sigusr2, a gateway with its own sockets; socket, a gateway started by
+systemd-socket-activate; workers, a gateway with two workers. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ pools:
   main:
     policy: prefix_aware
     admission: none
-    endpoints: [{{url: '{0}', name: a}}, {{url: '{1}', name: b}}, {{url: 'http://127.0.0.1:{dead}', name: dead}}]
+    endpoints:
+      - {{url: '{0}', name: a}}
+      - {{url: '{1}', name: b}}
+      - {{url: 'http://127.0.0.1:{dead}', name: dead}}
 health: {{backoff: 600s, backoff_max: 600s, timeout: 10s, progress: 60s}}
 timeouts: {{connect: 10s}}
 limits: {{idle_timeout: 5s}}
 workers: {workers}
 """
 ACTIVATE = "systemd-socket-activate"
-WAYS = ("sigusr2", "socket", "workers")
+MODES = ("sigusr2", "socket", "workers")
 GOOD = {"streams answered", "requests answered"}
 
 
 @contextmanager
 def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
-    """A gateway on sockets that systemd-socket-activate opened; it starts with the first connection."""
+    """Run a gateway on sockets of systemd-socket-activate, which starts it on a connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
     file.write_text(whole(config) + patience)
     listen = [word for port in ports for word in ("-l", f"127.0.0.1:{port}")]
@@ -56,29 +60,29 @@ def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
     command = [ACTIVATE, *listen, "--fdname=api:admin", *passed, *serve]
     with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
         assert process.stderr
-        found = Gateway(process)
-        knock = threading.Timer(1.0, _knock, ports[:1])
-        knock.start()
-        found.hear(process.stderr)
-        yield found
+        running_gateway = Gateway(process)
+        threading.Timer(1.0, _connect, ports[:1]).start()
+        running_gateway.hear(process.stderr)
+        yield running_gateway
 
 
-def _knock(port: int) -> None:
-
+def _connect(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S):
         pass
 
 
-async def by_successors(home: Gateway, restarts: int, streams: int, shorts: int) -> Counter[str]:
-    """A process hands over to the next one, again and again."""
-    pids = [home.pid]
-    async with traffic(home.url, streams, shorts, tokens=200) as load:
+async def restart_by_successors(
+    running_gateway: Gateway, restarts: int, streams: int, shorts: int
+) -> Counter[str]:
+    """Restart by SIGUSR2: each process hands its sockets over to its successor."""
+    pids = [running_gateway.pid]
+    async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before = learned(home)
-            pids.append(await restart(home, pids[-1]))
-            after = learned(home)
-            _show(number, f"pid {pids[-1]}", before, after, load.counts)
+            before = learned(running_gateway)
+            pids.append(await restart(running_gateway, pids[-1]))
+            after = learned(running_gateway)
+            _print_restart(number, f"pid {pids[-1]}", before, after, load.counts)
             await asyncio.sleep(1.0)
     for problem in load.problems[:10]:
         print("  ", problem)
@@ -89,59 +93,80 @@ async def by_successors(home: Gateway, restarts: int, streams: int, shorts: int)
     return load.counts
 
 
-async def by_workers(home: Gateway, restarts: int, streams: int, shorts: int) -> Counter[str]:
-    """A supervisor replaces its workers, again and again."""
-    async with traffic(home.url, streams, shorts, tokens=200) as load:
+async def restart_workers(
+    running_gateway: Gateway, restarts: int, streams: int, shorts: int
+) -> Counter[str]:
+    """Restart by SIGUSR2 to a supervisor, which replaces its workers."""
+    async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned(home), "replaced all"
-            known = home.said.count(text)
-            os.kill(home.pid, signal.SIGUSR2)
+            before, text = learned(running_gateway), "replaced all"
+            known = running_gateway.said.count(text)
+            os.kill(running_gateway.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):
-                while home.said.count(text) == known:
+                while running_gateway.said.count(text) == known:
                     await asyncio.sleep(0.05)
-            _show(number, "workers replaced", before, learned(home), load.counts)
+            _print_restart(
+                number, "workers replaced", before, learned(running_gateway), load.counts
+            )
     for problem in load.problems[:10]:
         print("  ", problem)
     return load.counts
 
 
-def _show(number: int, what: str, before: dict[str, object], after: dict[str, object], counts: Counter[str]) -> None:
-    out = [
-        sorted(name for name, state in told["states"].items() if state in ("ejected", "dead"))  # type: ignore[attr-defined]
-        for told in (before, after)
+def _print_restart(
+    number: int,
+    event: str,
+    before: dict[str, object],
+    after: dict[str, object],
+    counts: Counter[str],
+) -> None:
+    ejected = [
+        sorted(name for name, state in status["states"].items() if state in ("ejected", "dead"))  # type: ignore[attr-defined]
+        for status in (before, after)
     ]
     print(
-        f"  {number + 1:2}: {what}; index {before['index_bytes']} -> {after['index_bytes']} bytes, held tokens"
-        f" {before['held_tokens']} -> {after['held_tokens']}, out {out[0]} -> {out[1]}; so far {dict(counts)}",
+        f"  {number + 1:2}: {event}; index {before['index_bytes']} -> {after['index_bytes']} bytes,"
+        f" cached tokens {before['held_tokens']} -> {after['held_tokens']},"
+        f" ejected {ejected[0]} -> {ejected[1]}; so far {dict(counts)}",
         flush=True,
     )
 
 
-def one_way(way: str, asked: argparse.Namespace) -> bool:
-    """Whether nothing was refused or cut."""
-    if way == "socket" and shutil.which(ACTIVATE) is None:
-        print(f"{way}: {ACTIVATE} is not there; install the Debian package systemd", flush=True)
+def run_mode(mode: str, options: argparse.Namespace) -> bool:
+    """Run one mode and return whether no request was refused or cut."""
+    if mode == "socket" and shutil.which(ACTIVATE) is None:
+        print(f"{mode}: {ACTIVATE} is missing; install the Debian package systemd", flush=True)
         return False
-    print(f"{way}: {asked.restarts} restarts, {asked.streams} streams on kept connections", flush=True)
-    open_gateway: Callable[[Path, str, str], object] = activated if way == "socket" else gateway
-    work = by_workers if way == "workers" else by_successors
-    with tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder, mock_fleet("--speed", "4") as urls:
-        config = CONFIG.format(*urls, dead=free_port(), workers=2 if way == "workers" else 1)
-        with open_gateway(Path(folder), config, "") as home, ended(home):  # type: ignore[attr-defined]
-            counts = asyncio.run(work(home, asked.restarts, asked.streams, asked.shorts))
-    print(f"{way}: refused {counts['refused']}, cut {counts['cut']}; {dict(counts)}", flush=True)
+    print(
+        f"{mode}: {options.restarts} restarts, {options.streams} streams on keep-alive connections",
+        flush=True,
+    )
+    open_gateway: Callable[[Path, str, str], object] = activated if mode == "socket" else gateway
+    work = restart_workers if mode == "workers" else restart_by_successors
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder,
+        mock_fleet("--speed", "4") as urls,
+    ):
+        config = CONFIG.format(*urls, dead=free_port(), workers=2 if mode == "workers" else 1)
+        with open_gateway(Path(folder), config, "") as running_gateway, ended(running_gateway):  # type: ignore[attr-defined]
+            counts = asyncio.run(
+                work(running_gateway, options.restarts, options.streams, options.shorts)
+            )
+    print(f"{mode}: refused {counts['refused']}, cut {counts['cut']}; {dict(counts)}", flush=True)
     return set(+counts) <= GOOD
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--shorts", type=int, default=4)
-    parser.add_argument("--only", choices=WAYS)
-    asked = parser.parse_args()
-    good = [one_way(way, asked) for way in WAYS if asked.only in (None, way)]
+    parser.add_argument("--only", choices=MODES)
+    options = parser.parse_args()
+    good = [run_mode(mode, options) for mode in MODES if options.only in (None, mode)]
     return 0 if all(good) else 1
 
 

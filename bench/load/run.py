@@ -1,9 +1,9 @@
-"""`make load`: mock TP groups, the gateway and locust, headless and bounded, all on 127.0.0.1 and all ended at the end.
+"""`make load`: run locust against a gateway and mock TP groups on 127.0.0.1 for a limited time.
 
     python -m bench.load.run [--users 20] [--time 20s] [--groups 4] [--speed 4] [--policy NAME]
-    python -m bench.load.run --host http://127.0.0.1:8080        # a gateway that is there already
+    python -m bench.load.run --host http://127.0.0.1:8080        # use a running gateway
 
-Exit status: that of locust, 0 when no request failed.
+The exit status is locust's: 0 when no request failed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,55 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-ROOT = LOCUSTFILE.parent.parent.parent
+ROOT = Path(__file__).parents[2]
+LOCUSTFILE = ROOT / "tests" / "load" / "locustfile.py"
 READY_WITHIN_S = 30.0
 
 
 def main() -> int:
-    """Starts what is needed, runs locust, ends what was started."""
+    """Start the fleet, unless --host names a gateway, and run locust."""
     options = _options()
     with ExitStack() as stack:
-        host = options.host or stack.enter_context(fleet(options.groups, options.speed, options.policy))
-        locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
-        locust += ["--users", str(options.users), "--spawn-rate", str(options.users), "--run-time", options.time]
+        host = options.host or stack.enter_context(
+            fleet(options.groups, options.speed, options.policy)
+        )
+        locust = [
+            sys.executable,
+            "-m",
+            "locust",
+            "-f",
+            str(LOCUSTFILE),
+            "--headless",
+            "--only-summary",
+        ]
+        locust += [
+            "--users",
+            str(options.users),
+            "--spawn-rate",
+            str(options.users),
+            "--run-time",
+            options.time,
+        ]
         locust += ["--host", host, "--stop-timeout", "30s"]
         return subprocess.run(locust, cwd=ROOT, check=False).returncode
 
 
 @contextmanager
 def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
-    """Mock TP groups and a gateway in front of them; the URL of the gateway."""
+    """Run mock TP groups and a gateway; yield the gateway's URL."""
     first, (port, admin_port) = _free_run(groups), _free_ports(2)
     mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(speed)]
-    serve = ["-m", "gateway", "serve", "--policy", policy, "--port", str(port), "--admin-port", str(admin_port)]
+    serve = [
+        "-m",
+        "gateway",
+        "serve",
+        "--policy",
+        policy,
+        "--port",
+        str(port),
+        "--admin-port",
+        str(admin_port),
+    ]
     for engine in range(first, first + groups):
         serve += ["--engine", f"http://127.0.0.1:{engine}"]
     with _running(mock, f"http://127.0.0.1:{first}"), _running(serve, f"http://127.0.0.1:{port}"):
@@ -50,7 +77,7 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
 
 @contextmanager
 def _running(arguments: list[str], url: str) -> Iterator[None]:
-    """A Python process that serves models at `url` while the block runs."""
+    """Run a Python process that serves models at `url` while the block runs."""
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         _await_models(process, url)
@@ -68,7 +95,9 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"{' '.join(map(str, process.args))} ended with status {process.returncode}")
+            raise SystemExit(
+                f"{' '.join(map(str, process.args))} ended with status {process.returncode}"
+            )
         try:
             with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as answer:
                 if json.load(answer)["data"]:
@@ -80,16 +109,16 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has, held together until all are found."""
+    """Return unused ports; all are bound at the same time, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _free_run(count: int) -> int:
-    """The first of `count` consecutive free ports."""
+    """Return the first of `count` consecutive unused ports."""
     for first in range(21000, 30000, count):
         try:
             with ExitStack() as stack:
@@ -102,12 +131,14 @@ def _free_run(count: int) -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.run", description="Locust against a gateway and mock TP groups.")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.run", description="Locust against a gateway and mock TP groups."
+    )
     parser.add_argument("--host", help="load this gateway instead of starting one")
     parser.add_argument("--users", type=int, default=20)
-    parser.add_argument("--time", default="20s", help="how long new requests are made")
+    parser.add_argument("--time", default="20s", help="duration of new requests")
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--speed", type=float, default=4.0, help="of the mock TP groups")
+    parser.add_argument("--speed", type=float, default=4.0, help="speed of the mock TP groups")
     parser.add_argument("--policy", default="prefix_aware")
     return parser.parse_args()
 

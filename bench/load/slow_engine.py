@@ -1,18 +1,19 @@
-"""`make slow`: four mock TP groups over HTTP, one of them slow, beside the same run over the other three.
+"""`make slow`: compare four mock groups, one of them slow, with the three healthy ones over HTTP.
 
     python -m bench.load.slow_engine [--policy NAME]... [--case NAME]... [--seconds 30]
 
-The load is the same for all runs: 0.5 of what three healthy groups serve. The slow one is slow from the start of the
-process; `--at` makes it slow later. The cases:
+All runs have the same load, half of what three healthy groups serve. The slow group is slow from
+the start, or from `--at` on. The cases:
 
-    10x         ten times slower at everything
-    3x          three times slower at everything
-    3x-decode   three times slower per token alone
-    unequal     two groups take twice as long and say so by their label `gpu`: none may be ejected
+    10x         ten times slower
+    3x          three times slower
+    3x-decode   three times slower per token, with normal prefills
+    unequal     two groups are twice as slow and have a different label `gpu`
 
-Printed for each: the slow group's share of the requests sent from 10 s after it became slow, p99 TTFT of all requests
-beside that of the three alone, hedges, and when an endpoint was ejected. Exit status: 1 when a share is above 1 %, a
-p99 above twice the other, hedges above 5 %, or an endpoint of `unequal` was ejected.
+Printed for each case: the slow group's share of the requests sent later than 10 s after it became
+slow, the p99 TTFT of all requests and that of the three groups alone, hedges, and when endpoints
+were ejected. Exit status: 1 when a share is above 1 %, a p99 above twice that of the three groups,
+hedges are above 5 %, or an endpoint of `unequal` was ejected.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from policies import registry
 
 GROUPS, RATE = 4, 12.0
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
-KEPT_S = 10.0
+SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """What is wrong with the first groups: `slow` of them take `factor` times as long, and say so if `declared`."""
+    """The first `slow` groups take `factor` times as long; with `declared` they have a label."""
 
     factor: float
     only: str = ""
@@ -63,69 +64,106 @@ def main() -> int:
     options = _options()
     failed = 0
     for policy in options.policy or registry.names():
-        three = one_run(policy, options, GROUPS - 1, HEALTHY)
+        three = run_case(policy, options, GROUPS - 1, HEALTHY)
         for name in options.case or CASES:
-            found = one_run(policy, options, GROUPS, CASES[name])
-            holds = _holds(CASES[name], found, three)
-            failed += not holds
-            print(f"{'' if holds else 'FAILS '}{policy:<19} {name:<10} {_line(found, three)}", flush=True)
-    print(f"{failed} of the cells fail" if failed else "all cells hold")
+            result = run_case(policy, options, GROUPS, CASES[name])
+            is_met = _meets_requirements(CASES[name], result, three)
+            failed += not is_met
+            text = _format_result(result, three)
+            print(f"{'' if is_met else 'FAILS '}{policy:<19} {name:<10} {text}", flush=True)
+    print(f"{failed} cases failed" if failed else "all cases passed")
     return int(failed > 0)
 
 
-def _holds(case: Case, found: dict[str, Any], three: dict[str, Any]) -> bool:
-    if found["errors"] or found["hedges"] > 0.05:
+def _meets_requirements(case: Case, result: dict[str, Any], three: dict[str, Any]) -> bool:
+    if result["errors"] or result["hedges"] > 0.05:
         return False
     if case.declared:
-        return not found["ejected"]
-    return found["share"] <= 0.01 and found["p99_s"] <= 2 * three["p99_s"]
+        return not result["ejected"]
+    return result["share"] <= 0.01 and result["p99_s"] <= 2 * three["p99_s"]
 
 
-def _line(slow: dict[str, Any], three: dict[str, Any]) -> str:
+def _format_result(slow: dict[str, Any], three: dict[str, Any]) -> str:
     ejected = " ".join(f"{after_s:.0f}" for after_s in slow["ejected"]) or "-"
     return (
-        f"share {slow['share']:.2%}, p99 TTFT {slow['p99_s'] * 1e3:.0f} ms over {slow['requests']} requests, "
-        f"of the three {three['p99_s'] * 1e3:.0f} ms, median {slow['p50_s'] * 1e3:.0f} and "
-        f"{three['p50_s'] * 1e3:.0f} ms, hedges {slow['hedges']:.2%}, ejected at {ejected} s, errors {slow['errors']}"
+        f"share {slow['share']:.2%}, p99 TTFT {slow['p99_s'] * 1e3:.0f} ms over "
+        f"{slow['requests']} requests, of the three {three['p99_s'] * 1e3:.0f} ms, "
+        f"median {slow['p50_s'] * 1e3:.0f} and {three['p50_s'] * 1e3:.0f} ms, "
+        f"hedges {slow['hedges']:.2%}, ejected at {ejected} s, errors {slow['errors']}"
     )
 
 
-def one_run(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
-    """One gateway and its mocks."""
+def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
+    """Run one case with its own gateway and mock groups, and return its figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first, (port, admin_port) = _free_run(groups), _free_ports(2)
-        mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(options.speed), *MODEL]
+        mock = [
+            "-m",
+            "mockgpu",
+            "--port",
+            str(first),
+            "--groups",
+            str(groups),
+            "--speed",
+            str(options.speed),
+            *MODEL,
+        ]
         stack.enter_context(_running(mock, first, folder))
         urls = [f"http://127.0.0.1:{first + slot}" for slot in range(groups)]
         file, log = folder / "gateway.yaml", folder / "access.jsonl"
-        labels = [", labels: {gpu: small}" if case.declared and slot < case.slow else "" for slot in range(groups)]
-        engines = ", ".join(f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True))
+        labels = [
+            ", labels: {gpu: small}" if case.declared and slot < case.slow else ""
+            for slot in range(groups)
+        ]
+        engines = ", ".join(
+            f"{{url: '{url}'{label}}}" for url, label in zip(urls, labels, strict=True)
+        )
         file.write_text(
             f"version: 1\nlisteners: {{api: {{port: {port}}}, admin: {{port: {admin_port}}}}}\n"
-            f"observability: {{access_log: '{log}'}}\npools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
+            f"observability: {{access_log: '{log}'}}\n"
+            f"pools: {{main: {{policy: {policy}, endpoints: [{engines}]}}}}\n"
         )
         for url in urls[: case.slow] if options.at == 0 else []:
-            _fault(url, case, 0.0)
-        stack.enter_context(_running(["-m", "gateway", "serve", "--config", str(file)], port, folder))
+            _inject_fault(url, case, 0.0)
+        stack.enter_context(
+            _running(["-m", "gateway", "serve", "--config", str(file)], port, folder)
+        )
         for url in urls[: case.slow] if options.at > 0 else []:
-            _fault(url, case, options.at)
-        began = time.time()
-        plan = Plan(url=f"http://127.0.0.1:{port}", rate=options.rate, duration_s=options.seconds, seed=options.seed)
+            _inject_fault(url, case, options.at)
+        started = time.time()
+        plan = Plan(
+            url=f"http://127.0.0.1:{port}",
+            rate=options.rate,
+            duration_s=options.seconds,
+            seed=options.seed,
+        )
         report = asyncio.run(run(plan))
-        metrics = urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5).read().decode()
+        metrics = (
+            urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5)
+            .read()
+            .decode()
+        )
         time.sleep(1.0)
         slow = urls[0] if case.slow == 1 else ""
-        return _figures(log, began + options.at, slow, report.errors, metrics, folder)
+        return _figures(log, started + options.at, slow, report.errors, metrics, folder)
 
 
-def _figures(log: Path, slow_at: float, slow: str, errors: object, metrics: str, folder: Path) -> dict[str, Any]:
+def _figures(
+    log: Path, slow_at: float, slow: str, errors: object, metrics: str, folder: Path
+) -> dict[str, Any]:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    late = [line for line in lines if line["time"] >= slow_at + KEPT_S]
-    ttfts = sorted((line["first_token_us"] - line["received_us"]) / 1e6 for line in lines if "first_token_us" in line)
+    late = [line for line in lines if line["time"] >= slow_at + SETTLE_S]
+    ttfts = sorted(
+        (line["first_token_us"] - line["received_us"]) / 1e6
+        for line in lines
+        if "first_token_us" in line
+    )
     cuts = quantiles(ttfts, n=100)
     hedges = sum(
-        float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith("penstock_hedges_total{")
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if line.startswith("penstock_hedges_total{")
     )
     name = slow.removeprefix("http://")
     return {
@@ -140,23 +178,29 @@ def _figures(log: Path, slow_at: float, slow: str, errors: object, metrics: str,
 
 
 def _ejected(folder: Path, slow_at: float) -> list[float]:
-    """When endpoints were ejected, in seconds after one became slow."""
-    lines = [line for line in (folder / "said").read_text().splitlines() if "-> ejected" in line]
+    """Return the times of ejections in seconds after a group became slow."""
+    lines = [
+        line for line in (folder / "stderr.log").read_text().splitlines() if "-> ejected" in line
+    ]
     return [datetime.fromisoformat(line.split()[0]).timestamp() - slow_at for line in lines]
 
 
-def _fault(url: str, case: Case, after_s: float) -> None:
+def _inject_fault(url: str, case: Case, after_s: float) -> None:
     only = f":{case.only}" if case.only else ""
     window = f"@{after_s:g}-" if after_s else ""
     body = json.dumps({"spec": f"slow:x={case.factor:g}{only}{window}"}).encode()
-    request = urllib.request.Request(f"{url}/mock/fault", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/mock/fault", body, {"Content-Type": "application/json"}
+    )
     urllib.request.urlopen(request, timeout=5).read()
 
 
 @contextmanager
 def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
-    with (folder / "said").open("a") as said:
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
+    with (folder / "stderr.log").open("a") as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log
+        )
         try:
             _await_models(process, f"http://127.0.0.1:{port}")
             yield
@@ -166,13 +210,22 @@ def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.slow_engine", description="One slow group of four.")
-    parser.add_argument("--policy", action="append", help="default: all")
-    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--at", type=float, default=0.0, help="seconds after the first request; 0: before it")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.slow_engine", description="One slow group of four."
+    )
+    parser.add_argument("--policy", action="append", help="may be repeated (default: all)")
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--at",
+        type=float,
+        default=0.0,
+        help="seconds from the first request until a group is slow; 0: from the start",
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the mocks")
+    parser.add_argument("--speed", type=float, default=1.0, help="speed of the mock groups")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -1,12 +1,13 @@
-"""`make soak`: ten minutes of everything at once, and what is left when all have gone: nothing.
+"""`make soak`: run load and faults for minutes, and check that no resources leak.
 
-    python -m bench.load.soak [--minutes 10] [--warm-up 10] [--users 12] [--speed 2] [--seed 1] [--json FILE]
+    python -m bench.load.soak [--minutes 10] [--warm-up 10] [--users 12] [--speed 2] [--seed 1]
+                              [--json FILE]
 
-Mock groups, pairs that split requests among them, a gateway and its clients, all real on 127.0.0.1. Clients stream,
-wait, leave, send long prompts and nonsense, while groups are killed, frozen, drained, added and removed. Must hold: all
-answers are right to the word, or streams that ended with their group; after quiesce nobody holds anything, tasks and
-descriptors are as before; resident memory grows by 0.5 MB an hour at most, extrapolated from the minutes behind the
-warm-up, in which what is bounded fills up. Exit status: 1 when one of them does not.
+Mock groups, a gateway and clients run on 127.0.0.1. Clients stream, disconnect, and send long
+prompts and invalid requests, while groups are killed, frozen, drained, added and removed.
+Requirements: every answer is correct, except streams whose group failed; at the end no resources
+are in use, and tasks and file descriptors are as before; after the warm-up, in which bounded caches
+fill, resident memory grows by at most 0.5 MB per hour. Exit status: 1 when a requirement is missed.
 """
 
 from __future__ import annotations
@@ -27,128 +28,152 @@ import msgspec
 from bench.load.slope import Point, Slope, slope
 from bench.load.soak_churn import Churn
 from bench.load.soak_clients import Clients
-from bench.load.soak_house import LEASE_S, House, house
+from bench.load.soak_house import LEASE_S, SoakFleet, run_fleet
 
-MB_PER_HOUR = 1e6 / 3600  # in bytes a second
-MOST_GROWTH = 0.5 * MB_PER_HOUR
+MB_PER_HOUR = 1e6 / 3600  # in bytes per second
+MAX_GROWTH = 0.5 * MB_PER_HOUR
 REST_WITHIN_S = 3 * LEASE_S
 MARGIN_S = 300.0
-MOST_SHOWN = 20
+MAX_MISSES_SHOWN = 20
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What a soak showed. `held`: after quiesce, by name; `kept`: tasks and descriptors before and after; `growth`: of
-    resident memory, bytes a second; `rss`: (seconds since the start, bytes), the warm-up included."""
+class SoakResult(msgspec.Struct, frozen=True):
+    """The results of a soak.
+
+    fates          number of requests by kind and fate
+    churn          number of disturbances by name
+    unexpected     descriptions of wrong answers
+    in_use         resources still in use at the end, by name
+    stable_gauges  tasks and file descriptors, (before, after)
+    growth         of resident memory after the warm-up, in bytes per second
+    rss            (seconds since the start, resident bytes), including the warm-up
+    """
 
     minutes: float
     fates: dict[str, dict[str, int]]
     churn: dict[str, int]
     unexpected: list[str]
-    held: dict[str, float]
-    kept: dict[str, tuple[float, float]]
+    in_use: dict[str, float]
+    stable_gauges: dict[str, tuple[float, float]]
     growth: Slope
     rss: list[Point]
 
     @property
     def misses(self) -> list[str]:
-        """What does not hold, in words."""
-        found = [f"unexpected: {each}" for each in self.unexpected]
-        found += [f"still held: {name} {count:g}" for name, count in self.held.items() if count]
-        found += [f"{name} went from {old:g} to {new:g}" for name, (old, new) in self.kept.items() if new > old]
-        if self.growth.per_s > MOST_GROWTH:
-            found.append(f"resident memory grows by {self.growth.per_s / MB_PER_HOUR:.2f} MB an hour")
-        return found
+        """Descriptions of the missed requirements."""
+        misses = [f"unexpected: {answer}" for answer in self.unexpected]
+        misses += [
+            f"still in use: {name} {count:g}" for name, count in self.in_use.items() if count
+        ]
+        misses += [
+            f"{name} went from {old:g} to {new:g}"
+            for name, (old, new) in self.stable_gauges.items()
+            if new > old
+        ]
+        if self.growth.per_s > MAX_GROWTH:
+            misses.append(
+                f"resident memory grows by {self.growth.per_s / MB_PER_HOUR:.2f} MB per hour"
+            )
+        return misses
 
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it leaves no processes behind
-    found = asyncio.run(_soak(options))
-    print("\n".join(_lines(found)))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
+    result = asyncio.run(_soak(options))
+    print("\n".join(_format_result(result)))
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-    return 1 if found.misses else 0
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    return 1 if result.misses else 0
 
 
-async def _soak(options: argparse.Namespace) -> Found:
+async def _soak(options: argparse.Namespace) -> SoakResult:
     warm_up_s, rng = options.warm_up * 60, Random(options.seed)
     length_s = warm_up_s + options.minutes * 60
-    async with house(options.speed, length_s + MARGIN_S) as running:
-        before = await running.kept()
+    async with run_fleet(options.speed, length_s + MARGIN_S) as running:
+        before = await running.stable_gauges()
         churn = Churn(running, options.speed, rng)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             clients = Clients(running.gateway.url, http, churn.excuses)
-            rss = await _work(running, churn, clients, options.users, rng, length_s)
-        held, after = await _at_rest(running), await running.kept()
-    return Found(
+            rss = await _run_load(running, churn, clients, options.users, rng, length_s)
+        in_use, after = await _await_rest(running), await running.stable_gauges()
+    return SoakResult(
         options.minutes,
         _by_kind(clients.fates),
         dict(churn.done),
         clients.unexpected,
-        held,
+        in_use,
         {name: (before[name], after[name]) for name in before},
-        slope([(at, value) for at, value in rss if at >= warm_up_s]),
+        slope([(time_s, value) for time_s, value in rss if time_s >= warm_up_s]),
         rss,
     )
 
 
-async def _work(
-    running: House, churn: Churn, clients: Clients, users: int, rng: Random, length_s: float
+async def _run_load(
+    running: SoakFleet, churn: Churn, clients: Clients, users: int, rng: Random, length_s: float
 ) -> list[Point]:
-    """Load and churn for so long, then to the end of what has begun; the gateway's memory meanwhile."""
+    """Run load and faults for `length_s`, and return the samples of the gateway's memory."""
     stop, rss = asyncio.Event(), list[Point]()
     async with asyncio.TaskGroup() as group:
         asyncio.get_running_loop().call_later(length_s, stop.set)
         group.create_task(churn.work(stop))
         group.create_task(clients.work(users, stop, rng))
-        began = monotonic()
+        started = monotonic()
         while not stop.is_set():
-            rss.append((round(monotonic() - began, 3), float(running.gateway.resident_bytes)))
+            rss.append((round(monotonic() - started, 3), float(running.gateway.resident_bytes)))
             await asyncio.sleep(1.0)
     return rss
 
 
-async def _at_rest(running: House) -> dict[str, float]:
-    """What is held as soon as nothing is, or when that has taken too long: leases run out by themselves."""
+async def _await_rest(running: SoakFleet) -> dict[str, float]:
+    """Wait until no resources are in use, at most until leases have expired; return the rest."""
     ends = monotonic() + REST_WITHIN_S
-    while any((held := await running.held()).values()) and monotonic() < ends:
+    while any((in_use := await running.in_use()).values()) and monotonic() < ends:
         await asyncio.sleep(0.5)
-    return held
+    return in_use
 
 
 def _by_kind(fates: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = {}
     for (kind, fate), count in sorted(fates.items()):
-        found.setdefault(kind, {})[fate] = count
-    return found
+        by_kind.setdefault(kind, {})[fate] = count
+    return by_kind
 
 
-def _lines(found: Found) -> Iterator[str]:
-    """Tables for people."""
-    for kind, fates in found.fates.items():
+def _format_result(result: SoakResult) -> Iterator[str]:
+    """Yield the printed report."""
+    for kind, fates in result.fates.items():
         yield f"{kind:28} " + ", ".join(f"{count} {fate}" for fate, count in fates.items())
-    yield "churn: " + ", ".join(f"{count} {name}" for name, count in sorted(found.churn.items()))
-    for name, count in found.held.items():
-        yield f"{name:52} {count:8g} held"
-    for name, (old, new) in found.kept.items():
+    yield "churn: " + ", ".join(f"{count} {name}" for name, count in sorted(result.churn.items()))
+    for name, count in result.in_use.items():
+        yield f"{name:52} {count:8g} in use"
+    for name, (old, new) in result.stable_gauges.items():
         yield f"{name:52} {old:8g} before {new:8g} after"
-    growth = [rate / MB_PER_HOUR for rate in (found.growth.per_s, found.growth.low, found.growth.high)]
-    first, last = found.rss[0][1] / 1e6, found.rss[-1][1] / 1e6
-    yield f"resident memory {first:.1f} to {last:.1f} MB, the warm-up included"
-    yield "behind the warm-up {:+.2f} MB an hour, {:+.2f} to {:+.2f} in 95 of 100 redrawings".format(*growth)
-    yield from found.misses[:MOST_SHOWN] or ["all of it holds"]
-    if len(found.misses) > MOST_SHOWN:
-        yield f"and {len(found.misses) - MOST_SHOWN} more"
+    growth = [
+        rate / MB_PER_HOUR for rate in (result.growth.per_s, result.growth.low, result.growth.high)
+    ]
+    first, last = result.rss[0][1] / 1e6, result.rss[-1][1] / 1e6
+    yield f"resident memory {first:.1f} to {last:.1f} MB, including the warm-up"
+    yield "after the warm-up {:+.2f} MB per hour, 95 % interval {:+.2f} to {:+.2f}".format(*growth)
+    yield from result.misses[:MAX_MISSES_SHOWN] or ["all requirements are met"]
+    if len(result.misses) > MAX_MISSES_SHOWN:
+        yield f"and {len(result.misses) - MAX_MISSES_SHOWN} more"
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.soak", description="Load and churn, and what is left of them.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="behind the warm-up")
-    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes until what is bounded is full")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.soak", description="Load and churn, and what is left of them."
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="after the warm-up")
+    parser.add_argument(
+        "--warm-up", type=float, default=10.0, help="minutes in which bounded caches fill"
+    )
     parser.add_argument("--users", type=int, default=12)
-    parser.add_argument("--speed", type=float, default=2.0, help="of the mock groups")
+    parser.add_argument("--speed", type=float, default=2.0, help="speed of the mock groups")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all results to this file"
+    )
     return parser.parse_args()
 
 

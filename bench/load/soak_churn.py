@@ -1,6 +1,6 @@
-"""What breaks in a soak, one thing after the other: groups die, freeze, are drained, come and go; the file changes.
+"""The disturbances of a soak: groups die, freeze, drain, join and leave; the configuration changes.
 
-Lives here: breaking and mending. Behind every disturbance all is as before, and the gateway has said so.
+Each disturbance ends when the gateway reports the normal state again.
 """
 
 from __future__ import annotations
@@ -13,117 +13,132 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from bench.load.soak_house import Group, House, started
+from bench.load.soak_house import Group, SoakFleet, start_group
 
 FROZEN_S = 8.0
 NOTICED_S = 15.0
-"""So long after a group broke, at most, streams that it owed something end: its silence has to be noticed."""
+"""Longest time from a group's failure to the end of its streams, whose silence must be detected."""
 
 
-def available(told: dict[str, Any] | None) -> bool:
-    return told is not None and bool(told["available"])
+def is_available(status: dict[str, Any] | None) -> bool:
+    return status is not None and bool(status["available"])
 
 
 class Churn:
-    """`done` counts disturbances by name. Each of the ways comes once before any comes again."""
+    """Runs all disturbances in random order, again and again; `done` counts them by name."""
 
-    def __init__(self, house: House, speed: float, rng: Random) -> None:
+    def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:
         self.done: Counter[str] = Counter()
-        self._house = house
+        self._fleet = fleet
         self._speed = speed
         self._rng = rng
-        self._broke: list[tuple[str, float]] = []
-        self._guests = 0
+        self._failures: list[tuple[str, float]] = []
+        self._added = 0
 
-    def excuses(self, name: str, began: float, ended: float) -> bool:
-        """Whether this group broke within that span (monotonic seconds), or shortly before."""
-        return any(each == name and began - NOTICED_S < at < ended for each, at in self._broke)
+    def excuses(self, name: str, started: float, ended: float) -> bool:
+        """Whether a group failed within or shortly before a period of time.monotonic."""
+        return any(
+            broken == name and started - NOTICED_S < time_s < ended
+            for broken, time_s in self._failures
+        )
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Until told to stop, and then to the mending of what is broken."""
-        ways: list[Callable[[], Awaitable[None]]] = [
-            *(self._killed_whole, self._killed_prefill, self._killed_decode, self._frozen, self._frozen_split),
-            *(self._drained, self._came_and_went, self._changed, self._refused),
+        """Run disturbances until `stop` is set; the last one is completed."""
+        disturbances: list[Callable[[], Awaitable[None]]] = [
+            *(
+                self._kill_whole,
+                self._kill_prefill,
+                self._kill_decode,
+                self._freeze_whole,
+                self._freeze_split,
+            ),
+            *(self._drain, self._add_and_remove, self._change_policy, self._reload_invalid),
         ]
         while not stop.is_set():
-            self._rng.shuffle(ways)
-            for way in ways:
-                await way()
-                self.done[way.__name__.strip("_").replace("_", " ")] += 1
+            self._rng.shuffle(disturbances)
+            for disturb in disturbances:
+                await disturb()
+                self.done[disturb.__name__.strip("_").replace("_", " ")] += 1
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), self._rng.uniform(0.5, 2.0))
                 if stop.is_set():
                     return
 
-    def _any(self, *roles: str) -> Group:
-        return self._rng.choice([each for each in self._house.groups if each.role in roles])
+    def _pick_group(self, *roles: str) -> Group:
+        return self._rng.choice([group for group in self._fleet.groups if group.role in roles])
 
-    async def _killed_whole(self) -> None:
-        await self._killed(self._any("both"))
+    async def _kill_whole(self) -> None:
+        await self._kill(self._pick_group("both"))
 
-    async def _killed_prefill(self) -> None:
-        await self._killed(self._any("prefill"))
+    async def _kill_prefill(self) -> None:
+        await self._kill(self._pick_group("prefill"))
 
-    async def _killed_decode(self) -> None:
-        await self._killed(self._any("decode"))
+    async def _kill_decode(self) -> None:
+        await self._kill(self._pick_group("decode"))
 
-    async def _killed(self, group: Group) -> None:
-        """SIGKILL, and another process on the same port."""
-        self._broke.append((group.name, time.monotonic()))
+    async def _kill(self, group: Group) -> None:
+        """Kill a group and start another process on its port."""
+        self._failures.append((group.name, time.monotonic()))
         await asyncio.to_thread(group.mock.kill)
-        await self._house.until(group, lambda told: not available(told))
+        await self._fleet.until(group, lambda status: not is_available(status))
         group.mock.start()
         await asyncio.to_thread(group.mock.ready)
-        await self._house.until(group, available)
+        await self._fleet.until(group, is_available)
 
-    async def _frozen(self) -> None:
-        await self._stopped(self._any("both"))
+    async def _freeze_whole(self) -> None:
+        await self._suspend(self._pick_group("both"))
 
-    async def _frozen_split(self) -> None:
-        await self._stopped(self._any("prefill", "decode"))
+    async def _freeze_split(self) -> None:
+        await self._suspend(self._pick_group("prefill", "decode"))
 
-    async def _stopped(self, group: Group) -> None:
-        """SIGSTOP for longer than the gateway waits, SIGCONT."""
-        self._broke.append((group.name, time.monotonic()))
+    async def _suspend(self, group: Group) -> None:
+        """Suspend a group for longer than the gateway's timeouts, and resume it."""
+        self._failures.append((group.name, time.monotonic()))
         group.mock.freeze()
         try:
             await asyncio.sleep(FROZEN_S)
         finally:
             group.mock.thaw()
-        await self._house.until(group, available)
+        await self._fleet.until(group, is_available)
 
-    async def _drained(self) -> None:
-        """By hand, and back."""
-        group = self._any("both", "prefill", "decode")
-        await self._house.drain(group, "drain")
-        await self._house.until(group, lambda told: told is not None and not told["in_flight"])
-        await self._house.drain(group, "undrain")
-        await self._house.until(group, available)
+    async def _drain(self) -> None:
+        """Drain a group by the admin API and put it back into rotation."""
+        group = self._pick_group("both", "prefill", "decode")
+        await self._fleet.drain(group, "drain")
+        await self._fleet.until(
+            group, lambda status: status is not None and not status["in_flight"]
+        )
+        await self._fleet.drain(group, "undrain")
+        await self._fleet.until(group, is_available)
 
-    async def _came_and_went(self) -> None:
-        """A group that nobody knew, under a name that nobody had, by two reloads."""
-        self._guests += 1
+    async def _add_and_remove(self) -> None:
+        """Add a new group by a reload, and remove it by another."""
+        self._added += 1
         role = self._rng.choice(("both", "prefill", "decode"))
-        guest = started(f"guest-{self._guests}", role, self._speed)
+        group = start_group(f"added-{self._added}", role, self._speed)
         try:
-            await asyncio.to_thread(guest.mock.ready)
-            self._house.groups.append(guest)
-            await self._house.reload()
-            await self._house.until(guest, available)
+            await asyncio.to_thread(group.mock.ready)
+            self._fleet.groups.append(group)
+            await self._fleet.reload()
+            await self._fleet.until(group, is_available)
             await asyncio.sleep(self._rng.uniform(1.0, 3.0))
-            self._house.groups.remove(guest)
-            await self._house.reload()
-            await self._house.until(guest, lambda told: told is None)
+            self._fleet.groups.remove(group)
+            await self._fleet.reload()
+            await self._fleet.until(group, lambda status: status is None)
         finally:
-            await asyncio.to_thread(guest.mock.end)
+            await asyncio.to_thread(group.mock.end)
 
-    async def _changed(self) -> None:
-        """Another policy, by a reload."""
-        self._house.policy = "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
-        await self._house.reload()
+    async def _change_policy(self) -> None:
+        """Change the policy by a reload."""
+        self._fleet.policy = (
+            "least_loaded" if self._fleet.policy == "prefix_aware" else "prefix_aware"
+        )
+        await self._fleet.reload()
 
-    async def _refused(self) -> None:
-        """A file with a mistake, which changes nothing, and the right one again."""
-        await self._house.reload(bad=True)
-        self._house.policy = "least_loaded" if self._house.policy == "prefix_aware" else "prefix_aware"
-        await self._house.reload()
+    async def _reload_invalid(self) -> None:
+        """Reload an invalid file, which must change nothing, and then a valid one."""
+        await self._fleet.reload(bad=True)
+        self._fleet.policy = (
+            "least_loaded" if self._fleet.policy == "prefix_aware" else "prefix_aware"
+        )
+        await self._fleet.reload()

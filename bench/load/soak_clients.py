@@ -1,6 +1,6 @@
-"""Clients of a soak: all kinds of requests at once, each answer held to what it must be, to the word.
+"""The clients of a soak: they send all kinds of requests and compare every answer.
 
-Lives here: asking and judging. Not here: who breaks groups meanwhile; a stream may end with its group and no other way.
+A stream may fail only if its group fails; faults are in bench/load/soak_churn.py.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from bench.load.soak_house import SPLIT, WHOLE
 from mockgpu.text import expected_text
 from planner.bench.timeline import Timeline
 
-THINKS_S = 0.8
+THINK_S = 0.8
 SESSIONS = 40
-"""Few enough for the contexts of all to fit into the groups' KV: more are refused, and rightly."""
+"""Few enough for all contexts to fit into the groups' KV caches; more would be refused."""
 
 SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request. `leaves`: its client goes at that share of the answer's tokens, 0 before it has begun.
-    `status`: what it is answered; `changed` is what is wrong with the body then."""
+    """A kind of request.
+
+    weight   relative frequency
+    words    range of the prompt's words
+    tokens   range of max_tokens
+    leaves   share of the tokens after which the client disconnects; 0: before the answer
+    status   expected status
+    changed  invalid members of the body
+    """
 
     weight: int
     model: str = WHOLE
@@ -59,10 +66,17 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Clients:
-    """So many users, each with one request at a time. `fates` counts by kind and fate: ok, left, refused as it should,
-    lost with its group. `unexpected` are all others, in words; `excuses` says whether a group was broken in a span."""
+    """Users with one request at a time each.
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, excuses: Callable[[str, float, float], bool]) -> None:
+    fates       number of requests by kind and fate: ok, left, refused (as expected), lost with its
+                group, unexpected
+    unexpected  descriptions of wrong answers
+    excuses     function that returns whether a group failed in a period
+    """
+
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, excuses: Callable[[str, float, float], bool]
+    ) -> None:
         self.fates: Counter[tuple[str, str]] = Counter()
         self.unexpected: list[str] = []
         self._url = f"{url}/v1/chat/completions"
@@ -71,25 +85,37 @@ class Clients:
         self._number = 0
 
     async def work(self, users: int, stop: asyncio.Event, rng: Random) -> None:
-        """Until told to stop, and then to the end of the last answers."""
+        """Run the users until `stop` is set and their last answers are complete."""
         await asyncio.gather(*(self._user(stop, Random(rng.random())) for _ in range(users)))
 
     async def _user(self, stop: asyncio.Event, rng: Random) -> None:
         weights = [kind.weight for kind in KINDS.values()]
         while not stop.is_set():
             (name,) = rng.choices(list(KINDS), weights)
-            fate = await self._ask(name, KINDS[name], rng)
+            fate = await self._send(name, KINDS[name], rng)
             self.fates[name, fate] += 1
-            await asyncio.sleep(rng.expovariate(1 / THINKS_S))
+            await asyncio.sleep(rng.expovariate(1 / THINK_S))
 
     def _body(self, kind: Kind, rng: Random) -> dict[str, Any]:
         self._number += 1
-        told = f"question {self._number} " + "and more " * rng.randint(kind.words[0] // 2, kind.words[1] // 2)
-        body = {"model": kind.model, "stream": kind.stream, "ignore_eos": True, "max_tokens": rng.randint(*kind.tokens)}
-        return body | {"messages": [{"role": "user", "content": told}]} | dict(kind.changed)
+        prompt = f"question {self._number} " + "and more " * rng.randint(
+            kind.words[0] // 2, kind.words[1] // 2
+        )
+        body = {
+            "model": kind.model,
+            "stream": kind.stream,
+            "ignore_eos": True,
+            "max_tokens": rng.randint(*kind.tokens),
+        }
+        return body | {"messages": [{"role": "user", "content": prompt}]} | dict(kind.changed)
 
-    async def _ask(self, name: str, kind: Kind, rng: Random) -> str:
-        body, began, timeline, heads = self._body(kind, rng), time.monotonic(), Timeline(), dict[str, str]()
+    async def _send(self, name: str, kind: Kind, rng: Random) -> str:
+        body, started, timeline, heads = (
+            self._body(kind, rng),
+            time.monotonic(),
+            Timeline(),
+            dict[str, str](),
+        )
         headers = {
             "x-session-id": f"s{rng.randrange(SESSIONS)}",
             "x-slo-class": rng.choice(("standard", "batch")),
@@ -103,21 +129,30 @@ class Clients:
             problem = repr(error)
         if problem in ("ok", "left", "refused"):
             return problem
-        began_to_answer = timeline.first_s is not None
-        if began_to_answer and any(self._excuses(heads.get(by, ""), began, time.monotonic()) for by in SERVED_BY):
+        has_started = timeline.first_s is not None
+        if has_started and any(
+            self._excuses(heads.get(header, ""), started, time.monotonic()) for header in SERVED_BY
+        ):
             return "lost with its group"
-        self.unexpected.append(f"{name}: {problem} {heads} after {time.monotonic() - began:.2f} s")
+        self.unexpected.append(
+            f"{name}: {problem} {heads} after {time.monotonic() - started:.2f} s"
+        )
         return "unexpected"
 
     async def _read(
-        self, body: dict[str, Any], headers: dict[str, str], kind: Kind, timeline: Timeline, heads: dict[str, str]
+        self,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        kind: Kind,
+        timeline: Timeline,
+        heads: dict[str, str],
     ) -> str:
-        """Ask and read: ok, left or refused, or what is wrong with the answer."""
+        """Send a request and return ok, left, refused, or a description of the wrong answer."""
         async with self._http.post(self._url, json=body, headers=headers) as answer:
             heads.update(answer.headers)
             if answer.status != 200 or kind.status != 200:
-                told = await answer.text()
-                return "refused" if answer.status == kind.status else f"{answer.status} {told:.300}"
+                text = await answer.text()
+                return "refused" if answer.status == kind.status else f"{answer.status} {text:.300}"
             if not kind.stream:
                 return _verdict(body, (await answer.json())["choices"][0]["message"]["content"])
             async for piece in answer.content.iter_any():
@@ -131,6 +166,6 @@ class Clients:
 
 
 def _verdict(body: Mapping[str, Any], text: str) -> str:
-    """Mock groups answer a prompt with the same words always."""
+    """Compare an answer with the mock groups' deterministic text."""
     wanted = expected_text(body, body["max_tokens"])
     return "ok" if text == wanted else f"answered {text[-60:]!r} in place of {wanted[-60:]!r}"

@@ -1,7 +1,6 @@
-"""Where a soak happens: mock groups in processes of their own, a gateway before them, and a configuration to rewrite.
+"""The processes of a soak: mock groups, a gateway, and its configuration file.
 
-Lives here: what runs, what the file says, and everything that somebody holds. Not here: who asks (bench/load/soak_clients.py) and
-what breaks (bench/load/soak_churn.py).
+Clients are in bench/load/soak_clients.py, faults in bench/load/soak_churn.py.
 """
 
 from __future__ import annotations
@@ -29,20 +28,25 @@ WHOLE_OPTIONS = ("--kv-tokens", "65536")
 SPLIT_OPTIONS = (*WHOLE_OPTIONS, "--dialect", "vllm_nixl", "--kv-lease", str(LEASE_S))
 ROLES = (("both", 3, WHOLE_OPTIONS), ("prefill", 2, SPLIT_OPTIONS), ("decode", 2, SPLIT_OPTIONS))
 
-HELD = (
-    *("penstock_open_streams", "penstock_connections", "penstock_body_bytes", "penstock_split_live"),
+TRANSIENT_GAUGES = (
+    *(
+        "penstock_open_streams",
+        "penstock_connections",
+        "penstock_body_bytes",
+        "penstock_split_live",
+    ),
     *("penstock_inflight", "penstock_waiting", "penstock_queued_tokens"),
     *("penstock_endpoint_prefill_backlog_tokens", "penstock_endpoint_context_tokens"),
 )
-"""Gauges of the gateway that are 0 when nobody asks for anything."""
+"""Gauges of the gateway that are 0 without requests."""
 
-KEPT = ("penstock_tasks", "process_open_fds")
-"""Gauges that are as at the start when nobody asks for anything."""
+STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
+"""Gauges that return to their initial values without requests."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A mock TP group and what the gateway calls it."""
+    """A mock TP group with its name and role in the configuration."""
 
     name: str
     role: str
@@ -54,15 +58,19 @@ class Group:
 
     @property
     def line(self) -> str:
-        """Its entry in the configuration."""
-        known = f"name: {self.name}, role: {self.role}, served_model: {SERVED}, max_concurrency: 16"
-        return f"      - {{url: '{self.mock.url}', {known}}}\n"
+        """The group's entry in the configuration."""
+        fields = (
+            f"name: {self.name}, role: {self.role}, served_model: {SERVED}, max_concurrency: 16"
+        )
+        return f"      - {{url: '{self.mock.url}', {fields}}}\n"
 
 
-class House:
-    """`groups` are those of the file. Owner of the file."""
+class SoakFleet:
+    """The running gateway, the groups of its configuration file, and the owner of that file."""
 
-    def __init__(self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession
+    ) -> None:
         self.groups = groups
         self.gateway = running
         self.policy = "prefix_aware"
@@ -70,58 +78,70 @@ class House:
         self._file = file
 
     async def reload(self, *, bad: bool = False) -> None:
-        """Put a new file in the old one's place, and wait until it is in force; a `bad` one, until it is refused."""
+        """Replace the file and wait until it is in force; with `bad`, until it is rejected."""
         before = (await self.config())["version"]
-        text = configuration(self.groups, self.policy) + ("timeouts: {stall: 2secs}\n" if bad else "")
+        text = configuration(self.groups, self.policy) + (
+            "timeouts: {stall: 2secs}\n" if bad else ""
+        )
         draft = self._file.with_suffix(".new")
         draft.write_text(processes.whole(text))
         draft.rename(self._file)
 
-        async def taken() -> bool:
-            told = await self.config()
-            return told["last_error"] is not None if bad else told["version"] > before
+        async def is_processed() -> bool:
+            state = await self.config()
+            return state["last_error"] is not None if bad else state["version"] > before
 
-        await eventually(taken, PATIENCE_S)
+        await eventually(is_processed, PATIENCE_S)
 
     async def config(self) -> dict[str, Any]:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """What the gateway says of it; None once it is gone."""
-        told = await self._json(f"{self.gateway.admin_url}/endpoints")
-        return next((each for each in told["endpoints"] if each["name"] == group.name), None)
+        """Return the gateway's status of a group; None if the gateway does not know it."""
+        reply = await self._json(f"{self.gateway.admin_url}/endpoints")
+        return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
     async def until(self, group: Group, holds: Callable[[dict[str, Any] | None], bool]) -> None:
-        """Wait until this is so of what the gateway says of the group."""
+        """Wait until a condition holds for the gateway's status of a group."""
 
-        async def asked() -> bool:
+        async def is_reached() -> bool:
             return holds(await self.endpoint(group))
 
-        await eventually(asked, PATIENCE_S)
+        await eventually(is_reached, PATIENCE_S)
 
     async def drain(self, group: Group, what: str) -> None:
-        async with self.http.post(f"{self.gateway.admin_url}/endpoints/{group.name}/{what}") as answer:
+        async with self.http.post(
+            f"{self.gateway.admin_url}/endpoints/{group.name}/{what}"
+        ) as answer:
             assert answer.status == 200, await answer.text()
 
-    async def kept(self) -> dict[str, float]:
-        """Tasks and descriptors; the least of some seconds, since probes have some for moments."""
+    async def stable_gauges(self) -> dict[str, float]:
+        """Return tasks and file descriptors, the lowest within 5 s: probes use some for moments."""
         pages = []
         for _ in range(10):
             pages.append(await self._page())
             await asyncio.sleep(0.5)
-        return {name: min(total(page, name) for page in pages) for name in KEPT}
+        return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
-    async def held(self) -> dict[str, float]:
-        """Everything that the gateway and the groups hold for requests, by name."""
+    async def in_use(self) -> dict[str, float]:
+        """Return the resources that the gateway and the groups use for requests, by name."""
         page = await self._page()
-        found = {name: total(page, name) for name in HELD}
+        resources = {name: total(page, name) for name in TRANSIENT_GAUGES}
         for group in self.groups:
-            told = await self._json(f"{group.mock.url}/mock/state")
-            parts = [told["jobs"], told["blocks_in_use"], told["blocks_kept"], told.get("transfers", 0)]
-            parts += [*(told.get("leases") or {}).values(), *(told.get("reservations") or {}).values()]
-            found[f"{group.name}: jobs, KV blocks, leases, transfers"] = float(sum(parts))
-            found[f"{group.name}: answers from wrong KV"] = float(told["tainted_answers"])
-        return found
+            state = await self._json(f"{group.mock.url}/mock/state")
+            parts = [
+                state["jobs"],
+                state["blocks_in_use"],
+                state["blocks_kept"],
+                state.get("transfers", 0),
+            ]
+            parts += [
+                *(state.get("leases") or {}).values(),
+                *(state.get("reservations") or {}).values(),
+            ]
+            resources[f"{group.name}: jobs, KV blocks, leases, transfers"] = float(sum(parts))
+            resources[f"{group.name}: answers from wrong KV"] = float(state["tainted_answers"])
+        return resources
 
     async def _page(self) -> str:
         async with self.http.get(f"{self.gateway.admin_url}/metrics") as answer:
@@ -129,13 +149,15 @@ class House:
 
     async def _json(self, url: str) -> dict[str, Any]:
         async with self.http.get(url) as answer:
-            found: dict[str, Any] = await answer.json()
-            return found
+            reply: dict[str, Any] = await answer.json()
+            return reply
 
 
 def configuration(groups: list[Group], policy: str) -> str:
-    """The file: a pool for whole requests, whose streams go on elsewhere, and one for split ones, whose end. The index
-    is small, so that it is soon full."""
+    """Build the configuration: a pool for whole requests with resume, and one for split requests.
+
+    The prefix index is small, so that it fills within the warm-up.
+    """
     pools = {
         WHOLE: f"    policy: {policy}\n    admission: priced\n    shadow: [least_loaded]\n",
         SPLIT: "",
@@ -143,34 +165,41 @@ def configuration(groups: list[Group], policy: str) -> str:
     text = (
         "prefix: {index: 256KiB}\n"
         f"models:\n  - {{name: {WHOLE}, pool: {WHOLE}, resume: {{}}}}\n"
-        f"  - {{name: {SPLIT}, pool: {SPLIT}, split: {{dialect: vllm_nixl, threshold_tokens: 64, hysteresis: 0}}}}\n"
+        f"  - {{name: {SPLIT}, pool: {SPLIT},"
+        " split: {dialect: vllm_nixl, threshold_tokens: 64, hysteresis: 0}}\n"
         "pools:\n"
     )
-    for name, said in pools.items():
-        text += f"  {name}:\n{said}    endpoints:\n" + "".join(each.line for each in groups if each.pool == name)
+    for name, settings in pools.items():
+        text += f"  {name}:\n{settings}    endpoints:\n" + "".join(
+            group.line for group in groups if group.pool == name
+        )
     return text
 
 
-def started(name: str, role: str, speed: float) -> Group:
-    """A group that begins to run; to be waited for and ended by whoever asked for it."""
-    options = next(options for each, _, options in ROLES if each == role)
+def start_group(name: str, role: str, speed: float) -> Group:
+    """Start a group. The caller must await its readiness and end it."""
+    options = next(options for known, _, options in ROLES if known == role)
     return Group(name, role, Mock(speed, *options, "--role", role))
 
 
 @asynccontextmanager
-async def house(speed: float, longest_s: float) -> AsyncIterator[House]:
-    """Everything that runs, ended at the end; `longest_s` is when it is ended in any case."""
+async def run_fleet(speed: float, longest_s: float) -> AsyncIterator[SoakFleet]:
+    """Run groups and a gateway while the block runs, at most `longest_s`."""
     processes.AT_MOST_S = longest_s
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     with ExitStack() as stack:
         groups = []
         for role, count, _ in ROLES:
             for number in range(1, count + 1):
-                groups.append(started(f"{role}-{number}", role, speed))
+                groups.append(start_group(f"{role}-{number}", role, speed))
                 stack.callback(groups[-1].mock.end)
         for group in groups:
             group.mock.ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        running = stack.enter_context(gateway(folder, configuration(groups, "prefix_aware"), patience=""))
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-            yield House(groups, running, folder / processes.FILE, http)
+        running = stack.enter_context(
+            gateway(folder, configuration(groups, "prefix_aware"), patience="")
+        )
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as http:
+            yield SoakFleet(groups, running, folder / processes.FILE, http)

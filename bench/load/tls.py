@@ -1,9 +1,10 @@
-"""TLS with the clients that people use, while the gateway's certificate is exchanged again and again: 0 may fail.
+"""`make tls`: common TLS clients send requests while the gateway's certificate rotates.
 
     python -m bench.load.tls [--requests 1000] [--only curl ...]
 
-curl, the openai SDK, Java's HttpClient and Node's https, fetch and openai package send requests, half of them streamed,
-and compare each answer with the expected text. A client that is not installed is an error. Ports are of 127.0.0.1.
+curl, the openai SDK, Java's HttpClient, and Node's https, fetch and openai package send requests,
+half of them streamed, and compare each answer with the expected text. No request may fail. A client
+that is not installed is an error. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ listeners:
   admin: {{port: 0}}
 observability: {{access_log: 'off'}}
 models: [{{name: demo-8b, pool: main}}]
-pools: {{main: {{policy: round_robin, admission: none, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
+pools:
+  main: {{policy: round_robin, admission: none, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}
 """
 REQUEST = {
     "model": "demo-8b",
@@ -55,7 +57,7 @@ REQUEST = {
 
 
 class Client(NamedTuple):
-    """How a client is started, what it needs, and the Debian package of that."""
+    """A client's command, the program that it needs, and the Debian package of that program."""
 
     command: Sequence[str]
     program: str
@@ -67,7 +69,9 @@ NODE = ("node", str(PROGRAMS / "requests.mjs"))
 CLIENTS: Mapping[str, Client] = {
     "curl": Client((sys.executable, str(PROGRAMS / "curl.py")), "curl", "curl"),
     "openai, Python": Client((sys.executable, str(PROGRAMS / "sdk.py")), sys.executable, "python3"),
-    "HttpClient, Java": Client(("java", str(PROGRAMS / "Requests.java")), "javac", "openjdk-17-jdk-headless"),
+    "HttpClient, Java": Client(
+        ("java", str(PROGRAMS / "Requests.java")), "javac", "openjdk-17-jdk-headless"
+    ),
     "https, Node": Client(NODE, "node", "nodejs", {"CLIENT": "https"}),
     "fetch, Node": Client(NODE, "node", "nodejs", {"CLIENT": "fetch"}),
     "openai, Node": Client(NODE, "npm", "npm", {"CLIENT": "openai"}),
@@ -75,7 +79,11 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """Exchanges the certificate, waits until a new connection is shown it, and begins again. `count`: how often."""
+    """A thread that replaces the certificate each time the gateway has begun to use the last one.
+
+    count    number of replacements
+    problem  why the rotation stopped, or None
+    """
 
     def __init__(self, authority: Authority, port: int) -> None:
         self.count = 0
@@ -99,19 +107,19 @@ class Rotation:
             issued = self._authority.issue("server", "localhost", "127.0.0.1")
             wanted = ssl.PEM_cert_to_DER_cert(_first(issued.certificate.read_text()))
             ends = time.monotonic() + NOTICED_WITHIN_S
-            while self._shown(trust) != wanted:
+            while self._current_certificate(trust) != wanted:
                 if time.monotonic() > ends:
                     self.problem = f"a new certificate was not used within {NOTICED_WITHIN_S:g} s"
                     return
                 time.sleep(0.05)
             self.count += 1
 
-    def _shown(self, trust: ssl.SSLContext) -> bytes | None:
+    def _current_certificate(self, trust: ssl.SSLContext) -> bytes | None:
         with (
             socket.create_connection(("127.0.0.1", self._port), NOTICED_WITHIN_S) as raw,
-            trust.wrap_socket(raw, server_hostname="localhost") as line,
+            trust.wrap_socket(raw, server_hostname="localhost") as connection,
         ):
-            return line.getpeercert(binary_form=True)
+            return connection.getpeercert(binary_form=True)
 
 
 def _first(pem: str) -> str:
@@ -119,56 +127,68 @@ def _first(pem: str) -> str:
     return pem[: pem.index(end) + len(end)]
 
 
-def missing(clients: Mapping[str, Client]) -> list[str]:
-    """What has to be installed before all clients can be started."""
-    found = [
-        f"{name} needs {each.program}: install the Debian package {each.package}"
-        for name, each in clients.items()
-        if shutil.which(each.program) is None
+def missing_programs(clients: Mapping[str, Client]) -> list[str]:
+    """Return a message for everything that has to be installed for the clients."""
+    messages = [
+        f"{name} needs {client.program}: install the Debian package {client.package}"
+        for name, client in clients.items()
+        if shutil.which(client.program) is None
     ]
-    if not found and "openai, Node" in clients and not (MODULES / "node_modules" / "openai").is_dir():
+    if (
+        not messages
+        and "openai, Node" in clients
+        and not (MODULES / "node_modules" / "openai").is_dir()
+    ):
         MODULES.mkdir(parents=True, exist_ok=True)
         command = ["npm", "install", "--silent", "--prefix", str(MODULES), OPENAI_NODE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            found.append(
-                f"openai, Node needs the npm package {OPENAI_NODE}: {done.stderr.strip() or done.stdout.strip()}"
-            )
-    return found
+            output = done.stderr.strip() or done.stdout.strip()
+            messages.append(f"openai, Node needs the npm package {OPENAI_NODE}: {output}")
+    return messages
 
 
-def send(client: Client, env: Mapping[str, str], requests: int) -> tuple[Counter[str], list[str]]:
-    """What came of `requests` requests, by processes one after the other, and the first errors."""
+def run_client(
+    client: Client, env: Mapping[str, str], requests: int
+) -> tuple[Counter[str], list[str]]:
+    """Send requests by consecutive processes; return counts by outcome and the first errors."""
     counts: Counter[str] = Counter()
     errors: list[str] = []
     for _ in range(requests // PER_PROCESS):
-        done = subprocess.run(client.command, env={**env, **client.env}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            client.command, env={**env, **client.env}, capture_output=True, text=True, check=False
+        )
         try:
-            told: dict[str, Any] = json.loads(done.stdout)
+            result: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
-            told = {"failed": PER_PROCESS, "errors": [done.stderr.strip()[-500:] or f"exit status {done.returncode}"]}
-        errors += told.pop("errors")
-        counts.update(told)
-        counts["failed"] += PER_PROCESS - sum(told.values())
+            result = {
+                "failed": PER_PROCESS,
+                "errors": [done.stderr.strip()[-500:] or f"exit status {done.returncode}"],
+            }
+        errors += result.pop("errors")
+        counts.update(result)
+        counts["failed"] += PER_PROCESS - sum(result.values())
     return counts, errors[:5]
 
 
-def expected(url: str, trust: ssl.SSLContext) -> str:
-    """The text of the mock's answer."""
+def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
+    """Return the expected text, from the mock's answer to the SDK."""
     http = openai.DefaultHttpxClient(verify=trust)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
         answer: Any = client.chat.completions.create(**REQUEST)  # type: ignore[call-overload]
     return str(answer.choices[0].message.content)
 
 
-def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requests: int) -> bool:
-    """Prints a row for each client; whether nothing failed."""
-    text = expected(home.url, ssl.create_default_context(cafile=str(authority.ca)))
+def run(
+    server: Gateway, authority: Authority, clients: Mapping[str, Client], requests: int
+) -> bool:
+    """Run all clients, print a row for each, and return whether no request failed."""
+    text = read_expected_text(server.url, ssl.create_default_context(cafile=str(authority.ca)))
     env = (
         os.environ
         | ENV
         | {
-            "URL": home.url,
+            "URL": server.url,
             "CA": str(authority.ca),
             "NODE_EXTRA_CA_CERTS": str(authority.ca),
             "EXPECTED": text,
@@ -179,39 +199,57 @@ def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requ
             "STREAMED": json.dumps(REQUEST | {"stream": True}),
         }
     )
-    rotation, total = Rotation(authority, home.port), Counter[str]()
-    print(f"{'client':18} {'whole':>7} {'streamed':>9} {'failed':>7} {'rotations':>10} {'seconds':>8}", flush=True)
+    rotation, total = Rotation(authority, server.port), Counter[str]()
+    print(
+        f"{'client':18} {'whole':>7} {'streamed':>9} {'failed':>7} "
+        f"{'rotations':>10} {'seconds':>8}",
+        flush=True,
+    )
     with rotation.running():
         for name, client in clients.items():
-            before, began = rotation.count, time.monotonic()
-            counts, errors = send(client, env, requests)
-            took, rotated = time.monotonic() - began, rotation.count - before
-            figures = f"{counts['whole']:7} {counts['streamed']:9} {counts['failed']:7} {rotated:10} {took:8.1f}"
+            before, started = rotation.count, time.monotonic()
+            counts, errors = run_client(client, env, requests)
+            seconds, rotated = time.monotonic() - started, rotation.count - before
+            figures = (
+                f"{counts['whole']:7} {counts['streamed']:9} {counts['failed']:7} "
+                f"{rotated:10} {seconds:8.1f}"
+            )
             print(f"{name:18} {figures}", *(f"\n    {error}" for error in errors), flush=True)
             total.update(counts)
             if not rotated:
-                rotation.problem = rotation.problem or f"no certificate was exchanged while {name} asked"
-    print(f"{'all':18} {total['whole']:7} {total['streamed']:9} {total['failed']:7} {rotation.count:10}")
+                rotation.problem = (
+                    rotation.problem or f"no certificate was replaced while {name} was running"
+                )
+    print(
+        f"{'all':18} {total['whole']:7} {total['streamed']:9} {total['failed']:7} "
+        f"{rotation.count:10}"
+    )
     if rotation.problem:
         print(rotation.problem)
     return not total["failed"] and rotation.problem is None
 
 
-def failed_handshakes(home: Gateway) -> float:
-    """TLS handshakes that failed at the gateway."""
-    with urllib.request.urlopen(f"{home.admin_url}/metrics") as answer:
+def count_failed_handshakes(server: Gateway) -> float:
+    """Return the number of failed TLS handshakes from the gateway's metrics."""
+    with urllib.request.urlopen(f"{server.admin_url}/metrics") as answer:
         page = answer.read().decode()
-    found = re.findall(r"^penstock_tls_handshake_failures_total\{.*\} (\S+)$", page, re.MULTILINE)
-    return sum(float(each) for each in found)
+    values = re.findall(r"^penstock_tls_handshake_failures_total\{.*\} (\S+)$", page, re.MULTILINE)
+    return sum(map(float, values))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="of each client, in hundreds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=1000, help="per client; a multiple of 100")
     parser.add_argument("--only", action="append", choices=CLIENTS)
-    asked = parser.parse_args()
-    clients = {name: each for name, each in CLIENTS.items() if asked.only is None or name in asked.only}
-    absent = missing(clients)
+    options = parser.parse_args()
+    clients = {
+        name: client
+        for name, client in CLIENTS.items()
+        if options.only is None or name in options.only
+    }
+    absent = missing_programs(clients)
     for line in absent:
         print(line, file=sys.stderr)
     if absent:
@@ -219,10 +257,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-tls-") as folder, mock_fleet() as urls:
         authority = Authority(Path(folder) / "tls")
         authority.issue("server", "localhost", "127.0.0.1")
-        with gateway(Path(folder), CONFIG.format(*urls), complete=False) as home:
-            good = run(home, authority, clients, asked.requests)
-            failures = failed_handshakes(home)
-    print(f"handshakes that failed at the gateway: {failures:g}")
+        with gateway(Path(folder), CONFIG.format(*urls), complete=False) as server:
+            good = run(server, authority, clients, options.requests)
+            failures = count_failed_handshakes(server)
+    print(f"failed handshakes at the gateway: {failures:g}")
     return 0 if good and not failures else 1
 
 

@@ -1,13 +1,17 @@
-"""`make clocks`: the same five minutes of the conversation trace live over HTTP and on the virtual clock, side by side.
+"""`make clocks`: compare a live run of the conversation trace with its replay on the virtual clock.
 
-    python -m bench.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware] [--within 0.05]
+    python -m bench.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware]
+                                    [--within 0.05]
 
-Live: four mock groups, a gateway and a bench client, all real processes on 127.0.0.1; model time runs `speed` times as
-fast as the wall. Virtual: planner.replay with the same groups, blocks and requests. Routing amplifies milliseconds: one
-request that goes elsewhere takes others along. So the virtual side is the mean of some replays whose arrivals differ by
-as much as a live run's do, and their spread is printed. Exit status: 1 when mean TTFT, mean TPOT or hit ratio differ by
-more than `within` of that mean. How well first tokens were foreseen at the pick is told of both, and not judged here.
-Takes seconds / speed; not part of `make test`.
+The live side runs four mock groups, a gateway and a client on 127.0.0.1; model time runs `speed`
+times as fast as the wall clock. The virtual side is planner.replay with the same groups and
+requests. Routing amplifies small delays, because a request on another endpoint attracts its
+successors. Therefore the virtual side is the mean of several replays with arrivals that jitter as
+in a live run.
+
+Exit status: 1 when mean TTFT, mean TPOT or hit ratio differ by more than `within`. Errors of TTFT
+predictions are printed for both sides and have no bound. A run takes seconds / speed, so it is not
+part of `make test`.
 """
 
 from __future__ import annotations
@@ -33,92 +37,131 @@ from policies import registry
 from tests.sim.conversation import TRACE, conversation
 from tests.sim.test_policies_on_a_virtual_clock import GROUP
 
-TWINS = 5
+REPLICAS = 5
 JITTER_S = 0.01
 
 
-class Seen(NamedTuple):
-    """What one clock showed, in model time."""
+class ClockResult(NamedTuple):
+    """The results of one clock in model time."""
 
     ttft_s: float
     tpot_s: float
     hit_ratio: float
 
 
-class Foreseen(NamedTuple):
-    """How far predictions of the time from pick to first token were off, as a share of what it was."""
+class PredictionErrors(NamedTuple):
+    """Relative errors of the predicted times from pick to first token."""
 
     mape: float
     median: float
 
 
-def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen | None]:
-    """Over HTTP. A failed request is the end of the comparison."""
+def run_live(
+    policy: str, requests: int, speed: float
+) -> tuple[ClockResult, PredictionErrors | None]:
+    """Run the trace over HTTP. Raises SystemExit when a request fails."""
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
         with fleet(policy, speed, str(log)) as url:
             plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
             report = asyncio.run(run(plan))
-        foreseen = foreseen_by(log.read_text())
+        errors = prediction_errors(log.read_text())
     if report.errors:
         raise SystemExit(f"live requests failed: {report.errors}")
-    ttft_s = fmean(one.ttft_s for one in report.completed if one.ttft_s is not None)
-    tpot_s = fmean(one.tpot_s for one in report.completed if one.tpot_s is not None)
-    return Seen(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0), foreseen
+    ttft_s = fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
+    tpot_s = fmean(record.tpot_s for record in report.completed if record.tpot_s is not None)
+    return ClockResult(ttft_s * speed, tpot_s * speed, report.cached_ratio or 0.0), errors
 
 
-def foreseen_by(log: str) -> Foreseen | None:
-    """From the lines of an access log, as the metric and a replay count it. None where nothing was foreseen: a gateway
-    whose decisions need no beliefs has none."""
+def prediction_errors(log: str) -> PredictionErrors | None:
+    """Compute prediction errors from an access log, as the metric and a replay do.
+
+    Returns None without predictions; only some policies make them.
+    """
     lines = [json.loads(line) for line in log.splitlines()]
-    told = [one for one in lines if {"predicted_ttft_us", "first_token_us", "picked_us"} <= one.keys()]
-    off = [abs(one["predicted_ttft_us"] / (one["first_token_us"] - one["picked_us"]) - 1.0) for one in told]
-    return Foreseen(fmean(off), median(off)) if off else None
+    keys = {"predicted_ttft_us", "first_token_us", "picked_us"}
+    errors = [
+        abs(line["predicted_ttft_us"] / (line["first_token_us"] - line["picked_us"]) - 1.0)
+        for line in lines
+        if keys <= line.keys()
+    ]
+    return PredictionErrors(fmean(errors), median(errors)) if errors else None
 
 
-def virtual(policy: str, requests: list[TraceRequest], speed: float) -> tuple[Seen, Foreseen]:
-    """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
-    spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
+def run_virtual(
+    policy: str, requests: list[TraceRequest], speed: float
+) -> tuple[ClockResult, PredictionErrors]:
+    """Replay the trace on the virtual clock, with the block size and max_tokens of the live run."""
+    spec = FleetSpec(
+        "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
+    )
     options = Options(expected_output=None, scrape_s=speed)
-    seen = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
-    assert seen.ttft is not None
-    assert seen.tpot is not None
-    assert seen.ttft_error is not None
-    assert seen.ttft_error_p50 is not None
-    return Seen(seen.ttft.mean, seen.tpot.mean, seen.hit_ratio), Foreseen(seen.ttft_error, seen.ttft_error_p50)
+    result = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
+    assert result.ttft is not None
+    assert result.tpot is not None
+    assert result.ttft_error is not None
+    assert result.ttft_error_p50 is not None
+    return ClockResult(result.ttft.mean, result.tpot.mean, result.hit_ratio), PredictionErrors(
+        result.ttft_error, result.ttft_error_p50
+    )
 
 
-def jittered(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Every arrival late by chance, as a live sender's are."""
+def jitter(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
+    """Delay every arrival by a random time, as a live client does."""
     rng = Random(seed)
-    return [msgspec.structs.replace(one, arrival_s=one.arrival_s + rng.expovariate(1 / JITTER_S)) for one in requests]
+    return [
+        msgspec.structs.replace(record, arrival_s=record.arrival_s + rng.expovariate(1 / JITTER_S))
+        for record in requests
+    ]
 
 
 def main() -> int:
     options = _options()
-    requests = [one for one in conversation() if one.arrival_s < options.seconds]
-    twins = [virtual(options.policy, jittered(requests, seed), options.speed) for seed in range(TWINS)]
-    other, foreseen = live(options.policy, len(requests), options.speed)
+    requests = [record for record in conversation() if record.arrival_s < options.seconds]
+    replicas = [
+        run_virtual(options.policy, jitter(requests, seed), options.speed)
+        for seed in range(REPLICAS)
+    ]
+    live_result, errors = run_live(options.policy, len(requests), options.speed)
     worst = 0.0
-    print(f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, live at speed {options.speed:g}")
-    for name, replays, seen in zip(Seen._fields, zip(*(seen for seen, _ in twins), strict=True), other, strict=True):
+    print(
+        f"{len(requests)} requests of {options.seconds:g} s, {options.policy}, "
+        f"live at speed {options.speed:g}"
+    )
+    for name, replays, result in zip(
+        ClockResult._fields,
+        zip(*(result for result, _ in replicas), strict=True),
+        live_result,
+        strict=True,
+    ):
         expected = fmean(replays)
-        off = seen / expected - 1
-        worst = max(worst, abs(off))
+        difference = result / expected - 1
+        worst = max(worst, abs(difference))
         spread = f"({min(replays):.4f} to {max(replays):.4f})"
-        print(f"{name:<10} virtual {expected:.4f} {spread}  live {seen:.4f}  difference {off:+.1%}")
-    for name, replays in zip(Foreseen._fields, zip(*(told for _, told in twins), strict=True), strict=True):
-        seen_live = "nothing (--policy priced)" if foreseen is None else f"{getattr(foreseen, name):.1%}"
-        print(f"first tokens foreseen, {name:<6} of the error: virtual {fmean(replays):.1%}  live {seen_live}")
+        print(
+            f"{name:<10} virtual {expected:.4f} {spread}  live {result:.4f}  "
+            f"difference {difference:+.1%}"
+        )
+    for name, replays in zip(
+        PredictionErrors._fields, zip(*(errors for _, errors in replicas), strict=True), strict=True
+    ):
+        live_text = (
+            "none (use --policy priced)" if errors is None else f"{getattr(errors, name):.1%}"
+        )
+        print(f"TTFT prediction error, {name:<6}: virtual {fmean(replays):.1%}  live {live_text}")
     return 0 if worst <= options.within else 1
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.load.two_clocks", description="Live and virtual time compared.")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the trace")
-    parser.add_argument("--speed", type=float, default=1.0, help="of live model time against the wall")
+    parser = argparse.ArgumentParser(
+        prog="bench.load.two_clocks", description="Live and virtual time compared."
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the trace to use")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="live model time relative to the wall clock"
+    )
     parser.add_argument("--policy", default="prefix_aware")
-    parser.add_argument("--within", type=float, default=0.05)
+    parser.add_argument("--within", type=float, default=0.05, help="highest relative difference")
     return parser.parse_args()
 
 

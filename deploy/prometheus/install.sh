@@ -1,5 +1,6 @@
 #!/bin/sh
-# Debian's Prometheus and promtool, unpacked below FOLDER: nothing is installed, no service starts, no root is needed.
+# Unpack Debian's Prometheus and promtool below FOLDER: install.sh FOLDER. This installs nothing,
+# starts no service and needs no root.
 set -eu
 folder=$1
 test -x "$folder/usr/bin/prometheus" && exit 0

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes what the guest boots from: build.sh FOLDER puts vmlinuz and initrd.gz there. The kernel is Debian's own, the newest
-# 6.1 of the archive (the cloud flavour has no soft-RoCE); it is unpacked, never installed. Nothing here needs KVM.
+# Build the guest's boot image: build.sh FOLDER writes vmlinuz and initrd.gz there. The kernel is
+# the newest Debian kernel 6.1 (the cloud flavour has no soft-RoCE). It is unpacked, not installed.
+# No KVM is needed.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1
@@ -22,14 +23,14 @@ if [ -z "$image" ] && [ "$(id -u)" = 0 ]; then
     apt-get update -qq
     image=$(newest)
 fi
-[ -n "$image" ] || fail "no linux-image-6.1.*-amd64 among this machine's apt sources (Debian 12 has it)"
+[ -n "$image" ] || fail "the apt sources have no linux-image-6.1.*-amd64 (Debian 12 has it)"
 version=${image#linux-image-}
 
 mkdir -p "$out"
 work=$(mktemp -d "$out/unpack.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 echo "Fetching $image (70 MB, unpacked and not installed)"
-# apt would hand the download to a user who may not enter here, and complain about it.
+# By default apt downloads as a user without access to this folder, and warns.
 (cd "$work" && apt-get download -qq -o APT::Sandbox::User=root "$image") || fail "cannot download $image"
 dpkg -x "$work"/linux-image-*.deb "$work/kernel"
 depmod -b "$work/kernel" "$version"

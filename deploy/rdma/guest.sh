@@ -1,7 +1,8 @@
 #!/bin/sh
-# Runs a command in the guest: guest.sh FOLDER SECONDS COMMAND... with FOLDER as build.sh made it. The guest sees this
-# machine's files read-only and works from the present folder; what it writes is gone with it; no network leaves it.
-# The exit status is the command's own. A guest that panics, hangs or says nothing is a failure (125; 124 when time is up).
+# Run a command in the guest: guest.sh FOLDER SECONDS COMMAND... with the FOLDER of build.sh. The
+# guest sees this machine's files read-only and works in the current folder; its own writes are lost
+# at its end. It has no network. The exit status is the command's; 124 when time is up, 125 when the
+# guest panics or ends without a status.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(cd "$1" && pwd)
@@ -36,8 +37,8 @@ if [ -s "$exchange/status" ]; then
     exit "$(cat "$exchange/status")"
 fi
 if [ "$ended" = 124 ] || [ "$ended" = 137 ]; then
-    echo "guest: not done after $seconds s" >&2
+    echo "guest: not finished after $seconds s" >&2
     exit 124
 fi
-echo "guest: ended without a word about the command (qemu's status: $ended)" >&2
+echo "guest: ended without the command's status (qemu's status: $ended)" >&2
 exit 125

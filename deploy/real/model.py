@@ -1,8 +1,9 @@
-"""Makes the model that the real engines serve: a tokenizer of this project's pages and a random Llama of two layers.
+"""Create the model of the real engines: a tokenizer of the project's pages, a random small Llama.
 
-Run by the engines' own interpreter (it has torch and transformers): model.py FOLDER. Nothing is downloaded. vLLM's own
-dummy weights would not do: they are so small that every token is as likely as any other whatever the KV cache holds,
-and an answer would prove nothing. These are large enough for every key and value to matter.
+Run model.py FOLDER with the engines' interpreter, which has torch and transformers. Nothing is
+downloaded. vLLM's dummy weights are unsuitable: they are so small that all tokens are equally
+likely, whatever the KV cache contains. These weights are large enough for every key and value to
+affect the answer.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCABULARY = 2048
-SPREAD = 0.15  # of the weights: a query meets its keys with scores of about 3, far from uniform and far from one-hot
+SPREAD = 0.15
+"""Standard deviation of the weights: attention scores are neither uniform nor one-hot."""
+
 SEED = 7
 CHAT = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
 def main(folder: Path) -> None:
-    """Writes tokenizer, config and weights (2.5 MB)."""
+    """Write tokenizer, config and weights (2.5 MB) into a folder."""
     tokenizer = ByteLevelBPETokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -1,5 +1,7 @@
-"""What tools/compile/compile.py, tools/compile/classes.py and tools/compile/declarations.py make of the sources: modules exist, classes become C classes,
-and what Cython is told of them follows from what stands there. What tools/compile/training.py asks for is served."""
+"""The build of compiled modules: existing modules, correct C classes and declarations, valid training.
+
+Tests tools/compile.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,14 @@ def test_every_module_that_is_compiled_exists() -> None:
 
 def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gateway/page.html", "policies/model.py", "pyproject.toml", "tools/compile/compile.py", "gateway/model.so")
-    for name in (*names, *compiling.PROJECT, "requirements-compile.lock"):
+    for name in (*names, *compiling.PROJECT_FILES, "requirements-compile.lock"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")
     monkeypatch.setattr(compiling, "ROOT", tmp_path)
-    seen = [compiling._made_of()]
+    seen = [compiling._build_digest()]
     for name in names:
         (tmp_path / name).write_text("new")
-        seen.append(compiling._made_of())
+        seen.append(compiling._build_digest())
     assert len(set(seen)) == len(names)
     assert seen[-1] == seen[-2]  # what is compiled already is not copied
 
@@ -161,10 +163,10 @@ def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -
 def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> None:
     first = "if TYPE_CHECKING:\n    from second import Second\nclass First:\n    __slots__ = ()\n"
     second = "from first import {}\nclass Second:\n    __slots__ = ()\n"
-    assert "Second" in of(first=first, second=second.format("First")).known("first")
-    assert "Second" not in of(first=first, second=second.format("helper")).known("first")
+    assert "Second" in of(first=first, second=second.format("First")).known_classes("first")
+    assert "Second" not in of(first=first, second=second.format("helper")).known_classes("first")
     stands = "from first import First\nclass Second(First):\n    __slots__ = ()\n"
-    assert "Second" not in of(first=first, second=stands).known("first")
+    assert "Second" not in of(first=first, second=stands).known_classes("first")
 
 
 def test_the_training_is_a_configuration_and_a_mix_that_asks_for_all_of_it() -> None:

@@ -1,4 +1,4 @@
-"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with logprobs."""
+"""Requests to the gateway and the engines with unique prompts, and answers with logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who served it."""
+    """An answer: text, tokens with logprobs, the engines' counts, and headers.
+
+    Status 0 means a broken connection or a stream with an error.
+    """
 
     status: int
     headers: dict[str, str]
@@ -33,11 +36,18 @@ class Answer:
 
 
 def differences(one: Answer, other: Answer) -> list[str]:
-    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32, batched."""
+    """Describe where tokens differ, or logprobs by more than 4 digits.
+
+    Engines compute logprobs in float32 and in batches, so the last digits vary.
+    """
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
     pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
-    return [f"token {at}: {a} and {b}" for at, (a, b) in pairs if a[0] != b[0] or not is_close(a[1], b[1])]
+    return [
+        f"token {index}: {a} and {b}"
+        for index, (a, b) in pairs
+        if a[0] != b[0] or not is_close(a[1], b[1])
+    ]
 
 
 def is_close(one: float, other: float) -> bool:
@@ -45,15 +55,17 @@ def is_close(one: float, other: float) -> bool:
 
 
 def prompt(words: int, seed: int) -> str:
-    """Words of the project's own pages in random order; no two seeds share a beginning."""
+    """Build a prompt of random words; prompts of different seeds have no common prefix."""
     rng = random.Random(seed)
     text = (ROOT / "docs" / "architecture.md").read_text().split()
     return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
 
 
-def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any) -> dict[str, Any]:
-    """A greedy chat request with logprobs that does not stop before max_tokens."""
-    asked = {
+def body(
+    text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any
+) -> dict[str, Any]:
+    """Build a greedy chat request with logprobs that does not stop before max_tokens."""
+    request = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
         "max_tokens": max_tokens,
@@ -63,33 +75,35 @@ def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: An
         "top_logprobs": 1,
         "stream": stream,
     }
-    return asked | ({"stream_options": {"include_usage": True}} if stream else {}) | members
+    return request | ({"stream_options": {"include_usage": True}} if stream else {}) | members
 
 
-Heard = Callable[[str], object]
+OnEvent = Callable[[str], object]
 
 
-async def ask(url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None) -> Answer:
-    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error.
+async def ask(
+    url: str, request: dict[str, Any], timeout_s: float = 300.0, on_event: OnEvent | None = None
+) -> Answer:
+    """Send a request to a gateway or an engine and return the complete answer.
 
-    `heard`: is told of every event of a stream as it comes, and by whom.
+    on_event  called for each event of a stream with the name of the endpoint
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            http.post(f"{url}/v1/chat/completions", json=asked) as answer,
+            http.post(f"{url}/v1/chat/completions", json=request) as answer,
         ):
             headers = {name.lower(): value for name, value in answer.headers.items()}
             if answer.status != 200:
                 return Answer(answer.status, headers, (await answer.text())[:500])
-            if not asked["stream"]:
+            if not request["stream"]:
                 return _read([await answer.json()], headers)
             events = []
             async for event in _events(answer):
                 events.append(event)
-                if heard is not None:
-                    heard(headers.get("x-penstock-endpoint", ""))
+                if on_event is not None:
+                    on_event(headers.get("x-penstock-endpoint", ""))
     except aiohttp.ClientError as error:
         return Answer(0, {}, f"{type(error).__name__}: {error}")
     return _read(events, headers)
@@ -112,7 +126,7 @@ def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
             finish = choice["finish_reason"] or finish
             text += choice.get("delta", choice.get("message")).get("content") or ""
             logprobs = (choice.get("logprobs") or {}).get("content") or []
-            tokens += [(each["token"], each["logprob"]) for each in logprobs]
+            tokens += [(item["token"], item["logprob"]) for item in logprobs]
     return Answer(
         200,
         headers,
@@ -125,14 +139,14 @@ def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
     )
 
 
-_OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
+_PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def introduce(p: Engine, d: Engine) -> None:
-    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know each other."""
-    asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
+    """Do one handoff from `p` to `d` without a gateway, so that the engines are connected."""
+    base, handoff = body(prompt(400, seed=1001), max_tokens=1), _PREFILL_PARAMS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
         for engine in (p, d):
-            request = asked | {"kv_transfer_params": handoff}
+            request = base | {"kv_transfer_params": handoff}
             async with http.post(f"{engine.url}/v1/chat/completions", json=request) as answer:
                 handoff = (await answer.json()).get("kv_transfer_params")

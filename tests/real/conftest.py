@@ -1,4 +1,4 @@
-"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it again."""
+"""Two engines for the whole session, since they take a minute to start; `again` restarts them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.real.tap import Tap, tap
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    """P and D, up and idle."""
+    """Yield the engines P and D, ready and idle."""
     if not (REAL / "installed").exists():
-        pytest.fail("the real engines are not installed; `make real` does it")
+        pytest.fail("the real engines are not installed; run `make real`")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1], 0), Engine("D", ports[2], ports[3], 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with us, whoever ends us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the engines are ended
     try:
         for engine in pair:
             engine.start()
@@ -32,7 +32,10 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
-    """And they have met: the first handoff of two engines takes as long as a lease where cores are scarce."""
+    """Wait until the engines are ready and connected.
+
+    With few cores the first handoff of two engines may take as long as a lease.
+    """
     for engine in pair:
         await engine.ready()
     await introduce(*pair)
@@ -40,18 +43,18 @@ async def _all_ready(pair: tuple[Engine, Engine]) -> None:
 
 @pytest.fixture
 async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
-    """A tap before each engine; the engines are idle before the test and, unless it killed one, after it."""
+    """Yield a tap in front of each engine; the engines are idle at the start of the test."""
     for engine in engines:
-        await engine.idle_within(60.0)
+        await engine.await_idle(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:
         yield before_p, before_d
 
 
 @pytest.fixture
 async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
-    """Whoever was killed comes back, for the tests after this one."""
+    """Restart killed engines after the test."""
     yield
     for engine in engines:
-        if not engine.running:
+        if not engine.is_running:
             engine.start()
     await _all_ready(engines)

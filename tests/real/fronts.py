@@ -1,4 +1,4 @@
-"""The gateway in front of the two engines, as a process of its own with a configuration per test."""
+"""Run the gateway in front of the two engines, with a configuration for each test."""
 
 from __future__ import annotations
 
@@ -12,31 +12,44 @@ from tests.e2e.processes import ENV, Gateway
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
-SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 60s}}"
+SPLIT = (
+    f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, "
+    "hysteresis: 0, transfer_timeout: 60s}"
+)
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
-    """Endpoints by name as (url, role); `serving`: the model's members besides. Engines without a GPU are slow and
-    start cold: none is called wedged soon."""
+    """Build a configuration. Timeouts are long, because engines without a GPU are slow.
+
+    endpoints  (URL, role) by name
+    serving    further members of the model
+    most       max_concurrency of each endpoint
+    """
     lines = [
-        f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
+        f"      - {{name: {name}, url: '{url}', role: {role}, "
+        f"max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()
     ]
     model = f"  - {{name: {MODEL}, pool: main, {serving}}}"
     pool = "pools:\n  main:\n    policy: prefix_aware\n    endpoints:\n" + "\n".join(lines)
-    health = "health: {timeout: 5s, progress: 60s, interval: 500ms}\nscrape: {timeout: 5s, interval: 500ms}"
+    health = (
+        "health: {timeout: 5s, progress: 60s, interval: 500ms}\n"
+        "scrape: {timeout: 5s, interval: 500ms}"
+    )
     return f"models:\n{model}\n{pool}\n{health}\n"
 
 
 @contextmanager
 def gateway(folder: Path, text: str) -> Iterator[Gateway]:
-    """A gateway until the block is left; its access lines are in `folder`/access.jsonl."""
+    """Run a gateway while the block runs; its access log is `folder`/access.jsonl."""
     file = folder / "gateway.yaml"
     log = folder / "access.jsonl"
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"
     file.write_text(f"{head}observability: {{access_log: '{log}'}}\n{text}")
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with subprocess.Popen(
+        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV
+    ) as process:
         try:
             assert process.stderr is not None
             started = Gateway(process)

@@ -1,1 +1,1 @@
-"""Compile the packages on a request's path with Cython, from the same sources. Not shipped."""
+"""The build that compiles the packages on a request's path with Cython; not shipped."""

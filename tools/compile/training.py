@@ -1,7 +1,7 @@
-"""What compiled modules are trained with: requests of every kind, so that the compiler learns what runs often.
+"""The training for profile-guided optimization: a compiled gateway serves a mix of requests.
 
-Lives here: mock TP groups, a gateway out of the compiled tree before them, a few users, and the mix they ask for. Not
-here: how the compiler notes what ran, and what it makes of that (tools/compile/compile.py).
+The mix has every kind of request, so that the profile shows which code runs often. Recording and
+using the profile is in tools/compile/compile.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import aiohttp
 REQUESTS = 2000
 USERS = 24
 PROMPT_BYTES = (120, 120, 120, 2_000, 8_000, 32_000, 130_000)
-SERVED = "demo-8b"  # as mock TP groups call what they serve
+SERVED = "demo-8b"  # the mock groups' model
 MODELS = (SERVED,) * 6 + ("priced", "split")
-TRUNKS = 8  # prompts of one size begin in so many ways
+TRUNKS = 8  # number of different beginnings of prompts
 ENDS_WITHIN_S = 300.0
 SPLIT = "vllm_nixl"
 HALF = ("--dialect", SPLIT, "--role")
@@ -34,29 +34,38 @@ _READY = re.compile(r"API (http://\S+)/v1")
 
 
 class TrainingError(Exception):
-    """Modules that were made to note what runs do not run, or note nothing; the message says how."""
+    """The instrumented modules do not run, answer wrongly, or write no profile."""
 
 
 def train(tree: Path) -> None:
-    """Has the gateway in `tree` serve the mix, and ends it as operators do, so that it writes what it noted.
+    """Run the gateway in `tree` with the mix, and end it by SIGTERM, so that it writes a profile.
 
-    Raises TrainingError when it does not start or answers wrongly, subprocess.TimeoutExpired when it does not end.
+    Raises TrainingError when the gateway does not start or answers wrongly, and
+    subprocess.TimeoutExpired when it does not end.
     """
     with ExitStack() as running:
         plain, priced = (running.enter_context(_mocks(tree, 4)) for _ in range(2))
-        prefill, decode = (running.enter_context(_mocks(tree, 1, *HALF, role)) for role in ("prefill", "decode"))
+        prefill, decode = (
+            running.enter_context(_mocks(tree, 1, *HALF, role)) for role in ("prefill", "decode")
+        )
         config = Path(running.enter_context(TemporaryDirectory())) / "gateway.yaml"
         config.write_text(configuration(plain, priced, prefill, decode))
-        gateway = running.enter_context(_running(tree, "gateway", "serve", "--config", str(config), told_on="stderr"))
-        asyncio.run(_ask(_heard(gateway.stderr)))
+        gateway = running.enter_context(
+            _running(tree, "gateway", "serve", "--config", str(config), output="stderr")
+        )
+        asyncio.run(_send_all(_read_url(gateway.stderr)))
 
 
-def configuration(plain: list[str], priced: list[str], prefill: list[str], decode: list[str]) -> str:
-    """Three ways to serve: the defaults, everything that prices, and pairs. Any file may be the access log."""
+def configuration(
+    plain: list[str], priced: list[str], prefill: list[str], decode: list[str]
+) -> str:
+    """Build the configuration of three pools: defaults, pricing, and split requests."""
     split = {"dialect": SPLIT, "threshold_tokens": 64, "hysteresis": 0}
-    roles = [(url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls]
+    roles = [
+        (url, role) for role, urls in (("prefill", prefill), ("decode", decode)) for url in urls
+    ]
     halves = [{"url": url, "role": role, "served_model": SERVED} for url, role in roles]
-    beliefs = [{"url": url, "served_model": SERVED} for url in priced]
+    priced_endpoints = [{"url": url, "served_model": SERVED} for url in priced]
     return json.dumps({
         "version": 1,
         "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
@@ -67,36 +76,44 @@ def configuration(plain: list[str], priced: list[str], prefill: list[str], decod
         ],
         "pools": {
             "plain": {"endpoints": [{"url": url} for url in plain]},
-            "priced": {"policy": "priced", "admission": "priced", "endpoints": beliefs},
+            "priced": {"policy": "priced", "admission": "priced", "endpoints": priced_endpoints},
             "split": {"endpoints": halves},
         },
         "observability": {"access_log": "/dev/null"},
     })  # fmt: skip
 
 
-async def _ask(url: str) -> None:
-    """Users who each wait for their answers before they ask again, until the mix is through."""
+async def _send_all(url: str) -> None:
+    """Send the mix by users with one request at a time each."""
     bodies = iter(mix(random.Random(0)))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as users:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        asyncio.TaskGroup() as users,
+    ):
         for _ in range(USERS):
             users.create_task(_user(http, f"{url}/v1/chat/completions", bodies))
 
 
 async def _user(http: aiohttp.ClientSession, url: str, bodies: Iterator[bytes]) -> None:
     for body in bodies:
-        async with http.post(url, data=body, headers={"content-type": "application/json"}) as answer:
+        async with http.post(
+            url, data=body, headers={"content-type": "application/json"}
+        ) as answer:
             text = await answer.text()
             if answer.status not in (200, 429):
                 raise TrainingError(f"{answer.status}: {text}")
 
 
 def mix(rng: random.Random) -> Iterator[bytes]:
-    """Requests as an SDK writes them."""
+    """Yield the bodies of the requests, formatted as by an SDK."""
     trunks = [_text(rng, max(PROMPT_BYTES)) for _ in range(TRUNKS)]
     for number in range(REQUESTS):
         size = rng.choice(PROMPT_BYTES)
         prompt = rng.choice(trunks)[: size * 3 // 4] + f" {number} " + _text(rng, size // 4)
-        body: dict[str, Any] = {"model": rng.choice(MODELS), "messages": [{"role": "user", "content": prompt}]}
+        body: dict[str, Any] = {
+            "model": rng.choice(MODELS),
+            "messages": [{"role": "user", "content": prompt}],
+        }
         body["max_tokens"] = rng.choice((1, 16, 64))
         if number % 2:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -104,24 +121,38 @@ def mix(rng: random.Random) -> Iterator[bytes]:
 
 
 def _text(rng: random.Random, size: int) -> str:
-    """So many bytes."""
-    words = ("the", "wheel", "turns", "where", "water", "falls,", "and\n", '"gate"', "of", "a", "penstock")
+    """Return random text of `size` bytes."""
+    words = (
+        "the",
+        "wheel",
+        "turns",
+        "where",
+        "water",
+        "falls,",
+        "and\n",
+        '"gate"',
+        "of",
+        "a",
+        "penstock",
+    )
     return " ".join(rng.choices(words, k=size // 5 + 1))[:size]
 
 
 @contextmanager
 def _mocks(tree: Path, count: int, *options: str) -> Iterator[list[str]]:
-    """The URLs of so many mock TP groups that are quicker than any engine."""
-    asked = ("--port", "0", "--groups", str(count), "--speed", "50", "--json", *options)
-    with _running(tree, "mockgpu", *asked, told_on="stdout") as process:
+    """Run `count` mock groups, much faster than real engines, and yield their URLs."""
+    arguments = ("--port", "0", "--groups", str(count), "--speed", "50", "--json", *options)
+    with _running(tree, "mockgpu", *arguments, output="stdout") as process:
         yield [json.loads(process.stdout.readline())["ready"] for _ in range(count)]
 
 
 @contextmanager
-def _running(tree: Path, module: str, *options: str, told_on: str) -> Iterator[subprocess.Popen[str]]:
-    """A module of the tree as a process, until the block is left."""
-    streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {told_on: subprocess.PIPE}
-    command = [sys.executable, "-B", "-m", module, *options]  # no bytecode: what is shipped writes its own
+def _running(
+    tree: Path, module: str, *options: str, output: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a module of the tree as a process while the block runs; `output` is the piped stream."""
+    streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {output: subprocess.PIPE}
+    command = [sys.executable, "-B", "-m", module, *options]  # no bytecode files in the tree
     with subprocess.Popen(command, cwd=tree, text=True, **streams) as process:  # noqa: S603
         try:
             yield process
@@ -130,12 +161,13 @@ def _running(tree: Path, module: str, *options: str, told_on: str) -> Iterator[s
             process.wait(ENDS_WITHIN_S)
 
 
-def _heard(lines: Any) -> str:
-    """The URL that the gateway says it listens at."""
-    said = []
+def _read_url(lines: Any) -> str:
+    """Read the gateway's output up to the URL that it listens on, and return the URL."""
+    output = []
     for line in lines:
-        said.append(line)
-        if found := _READY.search(line):
-            threading.Thread(target=lines.read, daemon=True).start()  # whatever else it says must not fill the pipe
-            return found[1]
-    raise TrainingError(f"the gateway ended before it listened: {''.join(said)}")
+        output.append(line)
+        if match := _READY.search(line):
+            # Drain further output, so that the pipe does not fill.
+            threading.Thread(target=lines.read, daemon=True).start()
+            return match[1]
+    raise TrainingError(f"the gateway ended before it listened: {''.join(output)}")

@@ -1,4 +1,4 @@
-"""`python -m gateway.observe`: generates the Prometheus rules and Grafana dashboards.
+"""`python -m tools.monitoring`: generate the Prometheus rules and Grafana dashboards.
 
 `make docs` writes the same files; this command can also set the folder and the URL of the runbooks.
 """
@@ -14,7 +14,7 @@ from tools.monitoring.rules import RUNBOOKS
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gateway.observe", description="Write dashboards and rules."
+        prog="python -m tools.monitoring", description="Write dashboards and rules."
     )
     parser.add_argument(
         "--into", type=Path, default=Path(), help="folder to write to (default: the current one)"

@@ -1,6 +1,7 @@
 """The four dashboards as data: their rows, panels and queries.
 
-A metric family that no panel shows gets a generated panel. Not here: Grafana's JSON (tools/monitoring/grafana.py).
+A metric family that no panel shows gets a generated panel. Grafana's JSON is in
+tools/monitoring/grafana.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import Merge, Spec
-from tools.monitoring.promql import Asked, asked, quantile, rate, rate_or_zero, share
+from tools.monitoring.promql import Selector, find_selectors, quantile, rate, rate_or_zero, share
 from tools.monitoring.slos import JUDGED, OBJECTIVES
 from tools.monitoring.titles import TITLES
 
@@ -48,14 +49,14 @@ class Board(msgspec.Struct, frozen=True):
     rows: Mapping[Row, tuple[Panel, ...]]
 
 
-def _p(name: str, by: str = "", **matchers: str) -> tuple[Query, ...]:
+def _percentiles(name: str, by: str = "", **matchers: str) -> tuple[Query, ...]:
     suffix = " {{" + by + "}}" if by else ""
     return tuple(
         Query(quantile(q, name, by, **matchers), f"p{q * 100:g}{suffix}") for q in (0.5, 0.95, 0.99)
     )
 
 
-def _one(expr: str, legend: str = "") -> tuple[Query, ...]:
+def _single(expr: str, legend: str = "") -> tuple[Query, ...]:
     return (Query(expr, legend),)
 
 
@@ -74,7 +75,7 @@ OVERVIEW = Board(
         Row.PROMISES: (
             Panel(
                 "Goodput: requests within their targets",
-                _one(f"{_GOOD} / {_JUDGED}"),
+                _single(f"{_GOOD} / {_JUDGED}"),
                 "percentunit",
                 "stat",
                 "Share of the requests that met the targets of their class.",
@@ -94,24 +95,24 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Requests by service class and result",
-                _one(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"),
+                _single(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"),
                 "reqps",
             ),
         ),
         Row.REQUESTS: (
             Panel(
                 "Requests by status code",
-                _one(rate("penstock_requests_total", "code"), "{{code}}"),
+                _single(rate("penstock_requests_total", "code"), "{{code}}"),
                 "reqps",
             ),
             Panel(
                 "Unserved requests by reason",
-                _one(rate("penstock_requests_total", "reason", reason="!served"), "{{reason}}"),
+                _single(rate("penstock_requests_total", "reason", reason="!served"), "{{reason}}"),
                 "reqps",
             ),
             Panel(
                 "Refused requests by reason and class",
-                _one(rate("penstock_shed_total", "reason, class"), "{{reason}} {{class}}"),
+                _single(rate("penstock_shed_total", "reason, class"), "{{reason}} {{class}}"),
                 "reqps",
             ),
             Panel(
@@ -125,28 +126,30 @@ OVERVIEW = Board(
         Row.LATENCY: (
             Panel(
                 "Time to first token",
-                _p("penstock_ttft_seconds"),
+                _percentiles("penstock_ttft_seconds"),
                 "s",
                 text="Each dot is one request (an exemplar).",
             ),
             Panel(
                 "Time per output token",
-                _p("penstock_tpot_seconds"),
+                _percentiles("penstock_tpot_seconds"),
                 "s",
                 text="Each dot is one request (an exemplar).",
             ),
             Panel(
                 "Time to first token by model",
-                _one(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"),
+                _single(quantile(0.95, "penstock_ttft_seconds", "model"), "{{model}}"),
                 "s",
             ),
-            Panel("Latency added by the gateway", _p("penstock_overhead_seconds"), "s"),
+            Panel("Latency added by the gateway", _percentiles("penstock_overhead_seconds"), "s"),
         ),
         Row.ADMISSION: (
-            Panel("Requests waiting by pool", _one("sum by (pool) (penstock_waiting)", "{{pool}}")),
+            Panel(
+                "Requests waiting by pool", _single("sum by (pool) (penstock_waiting)", "{{pool}}")
+            ),
             Panel(
                 "Prompt tokens waiting by pool",
-                _one("sum by (pool) (penstock_queued_tokens)", "{{pool}}"),
+                _single("sum by (pool) (penstock_queued_tokens)", "{{pool}}"),
             ),
         ),
     },
@@ -159,33 +162,35 @@ ROUTING = Board(
         Row.ENDPOINTS: (
             Panel(
                 "Endpoints in rotation",
-                _one("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}"),
+                _single("min by (endpoint) (penstock_endpoint_up)", "{{endpoint}}"),
             ),
             Panel(
                 "Requests in flight by endpoint",
-                _one("sum by (endpoint) (penstock_inflight)", "{{endpoint}}"),
+                _single("sum by (endpoint) (penstock_inflight)", "{{endpoint}}"),
             ),
             Panel(
                 "Time since an awaited byte, by endpoint",
-                _one("max by (endpoint) (penstock_endpoint_progress_age_seconds)", "{{endpoint}}"),
+                _single(
+                    "max by (endpoint) (penstock_endpoint_progress_age_seconds)", "{{endpoint}}"
+                ),
                 "s",
             ),
             Panel(
                 "Time to first token",
-                _one(quantile(0.95, "penstock_ttft_seconds", "endpoint"), "p95 {{endpoint}}"),
+                _single(quantile(0.95, "penstock_ttft_seconds", "endpoint"), "p95 {{endpoint}}"),
                 "s",
                 text="A line far above the others is a slow endpoint.",
             ),
             Panel(
                 "Endpoint failures by kind",
-                _one(
+                _single(
                     rate("penstock_upstream_errors_total", "endpoint, kind"),
                     "{{endpoint}} {{kind}}",
                 ),
             ),
             Panel(
                 "KV cache in use by endpoint",
-                _one("max by (endpoint) (penstock_endpoint_kv_usage_ratio)", "{{endpoint}}"),
+                _single("max by (endpoint) (penstock_endpoint_kv_usage_ratio)", "{{endpoint}}"),
                 "percentunit",
             ),
         ),
@@ -197,14 +202,16 @@ ROUTING = Board(
             ),
             Panel(
                 "Prompt tokens computed by cause",
-                _one(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}"),
+                _single(rate("penstock_prefill_tokens_total", "cause"), "{{cause}}"),
             ),
             Panel(
                 "Avoidable prefill tokens per second",
-                _one(_AVOIDABLE, "spread or evicted"),
+                _single(_AVOIDABLE, "spread or evicted"),
                 text="Tokens that another endpoint had cached, or an engine evicted. Ideal is 0.",
             ),
-            Panel("Memory of the prefix index", _one("sum(penstock_prefix_index_bytes)"), "bytes"),
+            Panel(
+                "Memory of the prefix index", _single("sum(penstock_prefix_index_bytes)"), "bytes"
+            ),
         ),
     },
 )
@@ -216,13 +223,13 @@ SPLIT = Board(
         Row.SPLIT: (
             Panel(
                 "Share of requests split into prefill and decode",
-                _one(_SPLIT_SHARE),
+                _single(_SPLIT_SHARE),
                 "percentunit",
                 "stat",
             ),
             Panel(
                 "Split decisions by reason",
-                _one(
+                _single(
                     rate("penstock_split_decisions_total", "decision, reason"),
                     "{{decision}}: {{reason}}",
                 ),
@@ -230,7 +237,7 @@ SPLIT = Board(
             ),
             Panel(
                 "KV handoffs from prefill to decode",
-                _one(
+                _single(
                     rate("penstock_split_pairs_total", "prefill, decode", result="served"),
                     "{{prefill}} > {{decode}}",
                 ),
@@ -239,7 +246,7 @@ SPLIT = Board(
             ),
             Panel(
                 "Failed KV handoffs from prefill to decode",
-                _one(
+                _single(
                     share("penstock_split_pairs_total", "prefill, decode", result="failed"),
                     "{{prefill}} > {{decode}}",
                 ),
@@ -247,21 +254,21 @@ SPLIT = Board(
             ),
             Panel(
                 "Stages of the time to first token",
-                _one(quantile(0.95, "penstock_split_stage_seconds", "stage"), "p95 {{stage}}"),
+                _single(quantile(0.95, "penstock_split_stage_seconds", "stage"), "p95 {{stage}}"),
                 "s",
             ),
             Panel(
                 "From the end of prefill to the first token",
-                _p("penstock_split_handoff_seconds"),
+                _percentiles("penstock_split_handoff_seconds"),
                 "s",
             ),
             Panel(
                 "Prefill and decode requests by result",
-                _one(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}"),
+                _single(rate("penstock_split_legs_total", "role, outcome"), "{{role}} {{outcome}}"),
             ),
             Panel(
                 "KV caches freed unread, by reason",
-                _one(
+                _single(
                     f"{rate('penstock_split_leases_given_up_total', 'reason')} or vector(0)",
                     "{{reason}}",
                 ),
@@ -277,44 +284,44 @@ INTERNALS = Board(
         Row.PROCESS: (
             Panel(
                 "Event loop delay",
-                _p("penstock_loop_lag_seconds"),
+                _percentiles("penstock_loop_lag_seconds"),
                 "s",
                 text="Above 100 ms all streams are delayed.",
             ),
             Panel(
                 "Resident memory",
-                _one("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"),
+                _single("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"),
                 "bytes",
             ),
             Panel(
                 "CPU",
-                _one(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+                _single(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
                 "percentunit",
             ),
             Panel(
                 "Open file descriptors",
-                _one("sum by (instance) (process_open_fds)", "{{instance}}"),
+                _single("sum by (instance) (process_open_fds)", "{{instance}}"),
             ),
         ),
         Row.CONFIGURATION: (
             Panel(
                 "Configuration in use",
-                _one("max by (hash) (penstock_config_version_info)", "{{hash}}"),
+                _single("max by (hash) (penstock_config_version_info)", "{{hash}}"),
                 text="Two lines mean that gateways of one fleet run different configurations.",
             ),
             Panel(
                 "Configuration reloads by result",
-                _one(rate("penstock_config_reload_total", "result"), "{{result}}"),
+                _single(rate("penstock_config_reload_total", "result"), "{{result}}"),
             ),
         ),
         Row.SHARED: (
             Panel(
                 "Connected to other gateways",
-                _one("min by (instance) (penstock_shared_up)", "{{instance}}"),
+                _single("min by (instance) (penstock_shared_up)", "{{instance}}"),
             ),
             Panel(
                 "Age of other gateways' data",
-                _one("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"),
+                _single("max by (instance) (penstock_shared_staleness_seconds)", "{{instance}}"),
                 "s",
             ),
         ),
@@ -324,7 +331,7 @@ INTERNALS = Board(
 BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
-def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
+def complete(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
     """Return the dashboard's rows, with generated panels for the families that no panel shows."""
     shown = {
         family_of(selector.name)
@@ -335,13 +342,17 @@ def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Pan
     return {
         row: (
             *panels,
-            *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown),
+            *(
+                generate_panel(spec)
+                for spec in catalogue
+                if spec.row == row and spec.name not in shown
+            ),
         )
         for row, panels in board.rows.items()
     }
 
 
-def made(spec: Spec) -> Panel:
+def generate_panel(spec: Spec) -> Panel:
     """Generate a panel from a family's kind and labels."""
     names = [label.name for label in spec.labels]
     labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
@@ -349,13 +360,13 @@ def made(spec: Spec) -> Panel:
     title = TITLES[spec.name]
     unit = UNITS.get(spec.unit, "short")
     if spec.kind == "histogram":
-        return Panel(title, _p(spec.name), unit, text=spec.help)
+        return Panel(title, _percentiles(spec.name), unit, text=spec.help)
     if spec.kind == "counter":
         unit = "Bps" if spec.unit == "bytes" else "short"
-        return Panel(title, _one(rate(spec.name, by), legend), unit, text=spec.help)
+        return Panel(title, _single(rate(spec.name, by), legend), unit, text=spec.help)
     merged = "max" if spec.merge is Merge.LAST else spec.merge.value
     grouping = f" by ({by})" if by else ""
-    return Panel(title, _one(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
+    return Panel(title, _single(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
 
 
 def family_of(name: str) -> str:
@@ -363,7 +374,10 @@ def family_of(name: str) -> str:
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 
-def _selectors(panels: Sequence[Panel]) -> list[Asked]:
+def _selectors(panels: Sequence[Panel]) -> list[Selector]:
     return [
-        selector for panel in panels for query in panel.queries for selector in asked(query.expr)
+        selector
+        for panel in panels
+        for query in panel.queries
+        for selector in find_selectors(query.expr)
     ]

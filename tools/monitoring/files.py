@@ -9,14 +9,14 @@ from tools.monitoring import grafana, rules
 from tools.monitoring.dashboards import BOARDS
 
 RULES = f"deploy/prometheus/{rules.RULES_FILE}"
-TRIALS = "deploy/prometheus/tests.yml"
+PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
     """Return the text of each file by path; alerts link to pages below `runbooks`."""
     catalogue = Metrics().catalogue()
     boards = {f"deploy/grafana/{spec.uid}.json": grafana.board(spec, catalogue) for spec in BOARDS}
-    return {RULES: rules.rules(runbooks), TRIALS: rules.trials(runbooks)} | boards
+    return {RULES: rules.rules(runbooks), PROMTOOL_TESTS: rules.promtool_tests(runbooks)} | boards
 
 
 def queries() -> Mapping[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.metrics.metric_types import Spec
-from tools.monitoring.dashboards import BOARDS, Board, Panel, completed, family_of
-from tools.monitoring.promql import VARIABLES, filtered
+from tools.monitoring.dashboards import BOARDS, Board, Panel, complete, family_of
+from tools.monitoring.promql import VARIABLES, add_variables
 from tools.monitoring.rules import recorded
 
 SCHEMA_VERSION = 39
@@ -43,17 +43,17 @@ def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
         for spec in BOARDS
-        for row, panels in completed(spec, catalogue).items()
+        for row, panels in complete(spec, catalogue).items()
         for panel in panels
         for number, query in enumerate(panel.queries)
     }
 
 
-def limited(expr: str, catalogue: Sequence[Spec]) -> str:
+def filter_query(expr: str, catalogue: Sequence[Spec]) -> str:
     """Return the query of a panel, filtered by the dashboard's variables."""
     labels = {spec.name: {"job", "namespace", *spec.exposed} for spec in catalogue}
     labels |= {name: set(VARIABLES) for name in recorded()}
-    return filtered(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
+    return add_variables(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
 
 
 def _variables() -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def _variable(name: str, label: str, series: str, everything: str | None = ".*")
 def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     y = 0
-    for row, panels in completed(spec, catalogue).items():
+    for row, panels in complete(spec, catalogue).items():
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
         header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": place}
         items.append({"id": len(items) + 1, **header})
@@ -125,7 +125,7 @@ def _panel(
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": limited(query.expr, catalogue),
+                "expr": filter_query(query.expr, catalogue),
                 "legendFormat": query.legend or "__auto",
                 "exemplar": "_bucket" in query.expr,
             }
@@ -141,6 +141,8 @@ def _reloads(catalogue: Sequence[Spec]) -> dict[str, Any]:
         "datasource": SOURCE,
         "enable": True,
         "iconColor": "blue",
-        "expr": limited("changes(penstock_config_applied_timestamp_seconds[1m]) > 0", catalogue),
+        "expr": filter_query(
+            "changes(penstock_config_applied_timestamp_seconds[1m]) > 0", catalogue
+        ),
         "titleFormat": "new configuration",
     }

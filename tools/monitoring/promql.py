@@ -19,42 +19,44 @@ VARIABLES = ("job", "namespace", "pool", "model")
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _RANGE = re.compile(r"\[[^\]]*\]")
-_LISTED = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_LABEL_LIST = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _SELECTOR = re.compile(r"(?<![\w:])([a-zA-Z_:][\w:]*)(?![\w:])\s*(\{[^}]*\})?(?!\s*\()")
 _MATCHER = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)\s*(?:=~|!~|!=|=)")
-_OWN = re.compile(r"\b((?:penstock|process)_[\w:]*|penstock:[\w:]+)(?:\{([^}]*)\})?")
+_OWN_METRIC = re.compile(r"\b((?:penstock|process)_[\w:]*|penstock:[\w:]+)(?:\{([^}]*)\})?")
 _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vector"})
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Selector(msgspec.Struct, frozen=True):
     """A selector of a query: the metric name, and the labels that it matches."""
 
     name: str
     labels: frozenset[str]
 
 
-def asked(query: str) -> tuple[Asked, ...]:
+def find_selectors(query: str) -> tuple[Selector, ...]:
     """Return every selector of the query."""
-    bare = _LISTED.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
+    bare = _LABEL_LIST.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
     selectors = (
         (match[1], match[2] or "")
         for match in _SELECTOR.finditer(bare)
         if match[1].lower() not in _WORDS
     )
-    return tuple(Asked(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors)
+    return tuple(
+        Selector(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors
+    )
 
 
-def grouped(query: str) -> frozenset[str]:
+def grouping_labels(query: str) -> frozenset[str]:
     """Return the labels that the query groups or joins by, except `le` of buckets."""
-    return frozenset(label for label in _lists(query) if label != "le")
+    return frozenset(label for label in _listed_labels(query) if label != "le")
 
 
-def _lists(query: str) -> Iterator[str]:
-    for match in _LISTED.finditer(_STRING.sub('""', query)):
+def _listed_labels(query: str) -> Iterator[str]:
+    for match in _LABEL_LIST.finditer(_STRING.sub('""', query)):
         yield from (label.strip() for label in match[2].split(",") if label.strip())
 
 
-def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
+def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
     """Add the dashboard variables to every selector whose series has the label."""
 
     def limited(match: re.Match[str]) -> str:
@@ -62,10 +64,10 @@ def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
         chosen = [f'{label}=~"${label}"' for label in VARIABLES if label in labels_of(name)]
         return f"{name}{{{', '.join([matchers, *chosen] if matchers else chosen)}}}"
 
-    return _OWN.sub(limited, query)
+    return _OWN_METRIC.sub(limited, query)
 
 
-def filled(query: str, window: str) -> str:
+def fill_variables(query: str, window: str) -> str:
     """Return the query as Grafana sends it with every variable set to all."""
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')

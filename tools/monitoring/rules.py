@@ -14,11 +14,11 @@ from tools.monitoring.slos import BURNS, OBJECTIVES, WINDOWS, Objective
 
 RUNBOOKS = "docs/runbooks"
 RULES_FILE = "penstock.rules.yml"
-_MADE = "# Written by `make docs` from gateway/observe; do not edit.\n"
+_GENERATED = "# Written by `make docs` from tools/monitoring; do not edit.\n"
 _MINUTES = 240
-TRIED_AT = "30m"
+EVALUATED_AT = "30m"
 
-OF: Mapping[str, str] = MappingProxyType(
+BURN_LABELS: Mapping[str, str] = MappingProxyType(
     {"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"}
 )
 """The labels of the series in the tests of burn rates."""
@@ -32,18 +32,24 @@ def rules(runbooks: str = RUNBOOKS) -> str:
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
         {"name": "penstock-causes", "rules": _causes(runbooks)},
     ]
-    return _MADE + _yaml({"groups": groups})
+    return _GENERATED + _yaml({"groups": groups})
 
 
-def trials(runbooks: str = RUNBOOKS) -> str:
+def promtool_tests(runbooks: str = RUNBOOKS) -> str:
     """Return the promtool tests: each alert fires on its problem, and not without it."""
-    tests = [trial for objective in OBJECTIVES for trial in _burn_trials(objective, runbooks)]
+    tests = [test for objective in OBJECTIVES for test in _burn_tests(objective, runbooks)]
     for alert in ALERTS:
         labels = dict(alert.labels) | {"severity": alert.severity}
         fired = [_expected(alert.summary, labels, alert.name, runbooks)]
-        tests.append(_trial(f"{alert.name} fires", alert.fires, TRIED_AT, alert.name, fired))
-        tests.append(_trial(f"{alert.name} stays quiet", alert.quiet, TRIED_AT, alert.name, []))
-    return _MADE + _yaml({"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests})
+        tests.append(
+            _promtool_test(f"{alert.name} fires", alert.fires, EVALUATED_AT, alert.name, fired)
+        )
+        tests.append(
+            _promtool_test(f"{alert.name} stays quiet", alert.quiet, EVALUATED_AT, alert.name, [])
+        )
+    return _GENERATED + _yaml(
+        {"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests}
+    )
 
 
 def names() -> tuple[str, ...]:
@@ -64,7 +70,7 @@ def queries() -> Mapping[str, str]:
             by_place[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
     by_place |= {alert.name: alert.value for alert in ALERTS}
     return by_place | {
-        f"{alert.name} condition": alert.besides for alert in ALERTS if alert.besides
+        f"{alert.name} condition": alert.condition for alert in ALERTS if alert.condition
     }
 
 
@@ -118,7 +124,7 @@ def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
     return {"summary": summary, "runbook_url": f"{runbooks}/{alert}.md"}
 
 
-def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
+def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
     """Build tests with errors at 20, 3 and 0.5 times the rate that the budget allows."""
     tests = []
     for speed in (20.0, 3.0, 0.5):
@@ -150,7 +156,8 @@ def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
         fired = [
             _expected(
                 slo.summary,
-                dict(OF) | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
+                dict(BURN_LABELS)
+                | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
                 slo.alert,
                 runbooks,
             )
@@ -158,7 +165,7 @@ def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
             if speed > burn.factor
         ]
         name = f"{slo.alert} at {speed:g} times the budget's rate"
-        tests.append(_trial(name, series, "3h", slo.alert, fired))
+        tests.append(_promtool_test(name, series, "3h", slo.alert, fired))
     return tests
 
 
@@ -166,7 +173,9 @@ def _expected(summary: str, labels: Mapping[str, str], alert: str, runbooks: str
     return {"exp_labels": dict(labels), "exp_annotations": _annotations(summary, alert, runbooks)}
 
 
-def _trial(title: str, series: Series, eval_time: str, alert: str, fired: Sequence[Rule]) -> Rule:
+def _promtool_test(
+    title: str, series: Series, eval_time: str, alert: str, fired: Sequence[Rule]
+) -> Rule:
     return {
         "name": title,
         "interval": "1m",

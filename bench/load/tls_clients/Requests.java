@@ -17,9 +17,9 @@ import java.util.stream.Collectors;
 import javax.net.ssl.SSLContext;
 import javax.net.ssl.TrustManagerFactory;
 
-/** Sends requests by java.net.http.HttpClient, half of them streamed, and prints what came of them as one line of JSON. */
+/** Sends requests by HttpClient, half of them streamed, and prints counts by outcome as JSON. */
 public final class Requests {
-  private static final int CLIENT_LASTS = 10; // requests until a new client, and so a new connection
+  private static final int REQUESTS_PER_CLIENT = 10; // requests per client, and so per connection
 
   private final Map<String, String> env = System.getenv();
   private final AtomicInteger whole = new AtomicInteger();
@@ -47,7 +47,7 @@ public final class Requests {
   private void ask(SSLContext trust, int count) {
     HttpClient client = null;
     for (int number = 0; number < count; number++) {
-      if (number % CLIENT_LASTS == 0) {
+      if (number % REQUESTS_PER_CLIENT == 0) {
         client = HttpClient.newBuilder().sslContext(trust).connectTimeout(Duration.ofSeconds(20)).build();
       }
       boolean stream = number % 2 == 1;
@@ -66,7 +66,7 @@ public final class Requests {
     }
   }
 
-  /** Throws unless the answer holds the expected text. */
+  /** Throws if the answer does not contain the expected text. */
   private void check(boolean stream, HttpClient client, HttpRequest request) throws Exception {
     List<String> lines;
     int status;
@@ -85,7 +85,7 @@ public final class Requests {
     if (!text.equals(env.get("EXPECTED"))) throw new AssertionError("another text: " + text);
   }
 
-  /** The value of the member `content`; the texts of the mock hold no escapes. */
+  /** Returns the value of the member `content`; the mock's texts contain no escapes. */
   private static String content(String json) {
     String mark = "\"content\":";
     int at = json.indexOf(mark);

@@ -1,10 +1,10 @@
-// Sends requests by one of Node's clients (CLIENT: https, fetch, openai), half of them streamed, and prints what came of
-// them as one line of JSON. The authority comes by NODE_EXTRA_CA_CERTS, as an operator names it.
+// Sends requests by one of Node's clients (CLIENT: https, fetch, openai), half of them streamed, and
+// prints counts by outcome as a line of JSON. NODE_EXTRA_CA_CERTS names the authority's certificate.
 import https from 'node:https';
 import { createRequire } from 'node:module';
 
 const { CLIENT, URL, COUNT, THREADS, WHOLE, STREAMED, EXPECTED, MODULES } = process.env;
-const CLIENT_LASTS = 10; // requests until a new client; with https also a new connection
+const REQUESTS_PER_CLIENT = 10; // requests per client; with https also per connection
 const found = { whole: 0, streamed: 0, failed: 0, errors: [] };
 
 function textOf(stream, body) {
@@ -67,7 +67,7 @@ const make = { https: byHttps, fetch: byFetch, openai: byOpenai }[CLIENT];
 async function askMany(count) {
   let client = null;
   for (let number = 0; number < count; number += 1) {
-    if (number % CLIENT_LASTS === 0) {
+    if (number % REQUESTS_PER_CLIENT === 0) {
       client?.close();
       client = make();
     }

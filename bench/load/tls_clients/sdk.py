@@ -1,4 +1,4 @@
-"""Sends requests by the openai SDK, half of them streamed, and prints what came of them as one line of JSON."""
+"""Send requests by the openai SDK, half of them streamed; print counts by outcome as JSON."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from typing import Any
 
 import openai
 
-CLIENT_LASTS = 10
-"""Requests until a new client, and so a new connection."""
+REQUESTS_PER_CLIENT = 10
+"""Requests before a new client with a new connection."""
 
 
-def ask(client: openai.OpenAI, request: dict[str, Any]) -> str:
-    """The text of the answer."""
+def send(client: openai.OpenAI, request: dict[str, Any]) -> str:
+    """Send a request and return the text of the answer."""
     answer = client.chat.completions.create(**request)
     if request["stream"]:
         return "".join(event.choices[0].delta.content or "" for event in answer if event.choices)
     return str(answer.choices[0].message.content)
 
 
-def ask_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: list[str]) -> None:
-    """`count` requests, one after the other."""
+def send_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: list[str]) -> None:
+    """Send `count` requests one after the other."""
     kinds = [json.loads(os.environ[kind]) for kind in ("WHOLE", "STREAMED")]
-    for begin in range(0, count, CLIENT_LASTS):
+    for begin in range(0, count, REQUESTS_PER_CLIENT):
         http = openai.DefaultHttpxClient(verify=trust)
         url = f"{os.environ['URL']}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, http_client=http) as client:
-            for number in range(begin, min(begin + CLIENT_LASTS, count)):
+        with openai.OpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=60, http_client=http
+        ) as client:
+            for number in range(begin, min(begin + REQUESTS_PER_CLIENT, count)):
                 try:
-                    text = ask(client, kinds[number % 2])
+                    text = send(client, kinds[number % 2])
                 except openai.OpenAIError as error:
                     counts["failed"] += 1
                     errors.append(f"{error!r} {error.__cause__!r}")
@@ -41,7 +43,7 @@ def ask_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: li
                     counts[("whole", "streamed")[number % 2]] += 1
                 else:
                     counts["failed"] += 1
-                    errors.append(f"another text: {text}")
+                    errors.append(f"unexpected text: {text}")
 
 
 def main() -> None:
@@ -49,14 +51,20 @@ def main() -> None:
     threads = int(os.environ["THREADS"])
     results: list[tuple[Counter[str], list[str]]] = [(Counter(), []) for _ in range(threads)]
     count = int(os.environ["COUNT"]) // threads
-    running = [threading.Thread(target=ask_many, args=(count, trust, *each)) for each in results]
+    running = [
+        threading.Thread(target=send_many, args=(count, trust, *result)) for result in results
+    ]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
     total: Counter[str] = sum((counts for counts, _ in results), Counter())
-    errors = [error for _, each in results for error in each][:5]
-    print(json.dumps({kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}))
+    errors = [error for _, messages in results for error in messages][:5]
+    print(
+        json.dumps(
+            {kind: total[kind] for kind in ("whole", "streamed", "failed")} | {"errors": errors}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The interval of a median that the paired benchmark prints."""
+"""The confidence interval of a median."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def test_too_few_values_give_the_whole_range(values: list[float]) -> None:
     assert (low, high) == (min(values), max(values))
 
 
-def test_about_95_percent_of_intervals_hold_the_true_median() -> None:
+def test_about_95_percent_of_intervals_contain_the_true_median() -> None:
     rng = Random(5)
-    held = 0
+    contained = 0
     for _ in range(2_000):
         low, _, high = median_interval([rng.lognormvariate(0.0, 1.0) for _ in range(24)])
-        held += low <= 1.0 <= high
-    assert 0.95 <= held / 2_000 <= 0.99  # order statistics are conservative: 97.7 % for 24 values
+        contained += low <= 1.0 <= high
+    assert (
+        0.95 <= contained / 2_000 <= 0.99
+    )  # order statistics are conservative: 97.7 % for 24 values

@@ -1,4 +1,4 @@
-"""How fast something grows is told from its lows, and one step or some peaks do not count as growth."""
+"""The robust slope of samples: it follows their lows, and steps or peaks are not growth."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ SECONDS = 600
 
 
 def samples(value: Callable[[int], float]) -> list[Point]:
-    """One a second for ten minutes."""
-    return [(float(at), value(at)) for at in range(SECONDS)]
+    """Return one sample per second for ten minutes."""
+    return [(float(second), value(second)) for second in range(SECONDS)]
 
 
 @pytest.mark.parametrize("per_s", [-3.0, 0.0, 20.0])
-def test_a_line_under_noise_is_found_and_lies_in_its_range(per_s: float) -> None:
+def test_the_slope_of_noisy_samples_lies_in_its_interval(per_s: float) -> None:
     rng = Random(2)
-    found = slope(samples(lambda at: 1e6 + per_s * at + rng.expovariate(1 / 500)))
-    assert found.per_s == pytest.approx(per_s, abs=0.5)
-    assert found.low <= per_s <= found.high
-    assert found.high - found.low < 2.0
+    result = slope(samples(lambda second: 1e6 + per_s * second + rng.expovariate(1 / 500)))
+    assert result.per_s == pytest.approx(per_s, abs=0.5)
+    assert result.low <= per_s <= result.high
+    assert result.high - result.low < 2.0
 
 
-def test_what_requests_in_flight_hold_for_a_while_is_not_growth() -> None:
-    assert slope(samples(lambda at: 100.0 + (at if at % 7 else 0))).per_s == 0.0
+def test_peaks_are_not_growth() -> None:
+    assert slope(samples(lambda second: 100.0 + (second if second % 7 else 0))).per_s == 0.0
 
 
 def test_one_early_step_is_not_growth() -> None:
-    found = slope(samples(lambda at: 100.0 if at < 60 else 200.0))
-    assert found.per_s == 0.0
-    assert found.high >= 0.0
+    result = slope(samples(lambda second: 100.0 if second < 60 else 200.0))
+    assert result.per_s == 0.0
+    assert result.high >= 0.0
 
 
-def test_a_bin_is_as_low_as_its_lowest_sample() -> None:
+def test_a_bin_keeps_its_lowest_sample() -> None:
     assert lows([(0.0, 5.0), (1.0, 3.0), (2.0, 4.0), (BIN_S, 9.0)]) == [(1.0, 3.0), (BIN_S, 9.0)]
 
 

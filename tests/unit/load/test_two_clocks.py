@@ -1,10 +1,10 @@
-"""What `make clocks` makes of an access log."""
+"""Prediction errors that `make clocks` reads from an access log."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.load.two_clocks import foreseen_by
+from bench.load.two_clocks import prediction_errors
 
 LOG = """
 {"id":"a","picked_us":1000,"first_token_us":101000,"predicted_ttft_us":90000}
@@ -15,11 +15,14 @@ LOG = """
 """
 
 
-def test_how_well_first_tokens_were_foreseen_counts_from_the_pick_and_over_streams_alone() -> None:
-    seen = foreseen_by(LOG.strip())
-    assert seen is not None
-    assert (seen.mape, seen.median) == (pytest.approx((0.1 + 0.5 + 0.04) / 3), pytest.approx(0.1))
+def test_prediction_errors_count_from_the_pick_and_for_streams_only() -> None:
+    errors = prediction_errors(LOG.strip())
+    assert errors is not None
+    assert (errors.mape, errors.median) == (
+        pytest.approx((0.1 + 0.5 + 0.04) / 3),
+        pytest.approx(0.1),
+    )
 
 
-def test_a_policy_without_beliefs_foresees_nothing() -> None:
-    assert foreseen_by('{"id":"a","picked_us":1000,"first_token_us":101000}') is None
+def test_a_policy_without_predictions_has_no_prediction_errors() -> None:
+    assert prediction_errors('{"id":"a","picked_us":1000,"first_token_us":101000}') is None

@@ -1,4 +1,4 @@
-"""How answers of real engines are compared: tokens exactly, logprobs to 4 digits."""
+"""Comparison of answers of real engines: tokens exactly, logprobs to 4 digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ def answer(*tokens: tuple[str, float]) -> Answer:
 
 
 def test_rounding_of_float32_is_no_difference() -> None:
-    assert differences(answer(("a", -3.0747004), ("b", -0.00001)), answer(("a", -3.0747018), ("b", 0.0))) == []
+    assert (
+        differences(
+            answer(("a", -3.0747004), ("b", -0.00001)), answer(("a", -3.0747018), ("b", 0.0))
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,5 +31,5 @@ def test_rounding_of_float32_is_no_difference() -> None:
     ],
     ids=["logprob", "token", "none", "longer", "nan"],
 )
-def test_another_token_count_or_fourth_digit_is_one(other: Answer) -> None:
+def test_another_token_length_or_fourth_digit_is_a_difference(other: Answer) -> None:
     assert len(differences(answer(("a", -3.0747004)), other)) == 1

@@ -16,13 +16,13 @@ from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_of
 from tools.monitoring.files import queries
-from tools.monitoring.promql import asked, grouped
+from tools.monitoring.promql import find_selectors, grouping_labels
 
 GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus adds to every series."""
 
-WITHOUT_A_CHILD = {
-    "penstock_split_leases_given_up_total": "no client that left at the wrong moment",
+WITHOUT_CHILDREN = {
+    "penstock_split_leases_given_up_total": "no client disconnects between the legs",
     "penstock_tls_certificate_not_after_timestamp_seconds": "no listener with TLS",
 }
 """Families of handwritten queries that this traffic gives no children; only names are checked."""
@@ -30,37 +30,36 @@ WITHOUT_A_CHILD = {
 Seen = dict[str, set[str]]
 
 
-def note(page: str, seen: Seen) -> None:
-    """Return the names and labels of a scrape; a family without children has no labels."""
+def record_series(page: str, seen: Seen) -> None:
+    """Add the names and labels of a scrape to `seen`; a family without children has no labels."""
     for family in text_string_to_metric_families(page):
         seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
         for sample in family.samples:
             seen[sample.name] |= set(sample.labels)
 
 
-async def scraped(home: House | SplitHouse, seen: Seen) -> None:
+async def scrape(home: House | SplitHouse, seen: Seen) -> None:
     async with home.http.get(home.app.admin_url + "/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
-        note(await answer.text(), seen)
+        record_series(await answer.text(), seen)
 
 
-async def a_little_of_everything(home: House) -> None:
+async def cause_every_event(home: House) -> None:
     """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
         last = await home.ask()
-    favourite = next(
-        each for each in home.groups if each.url.endswith(last.headers["x-penstock-endpoint"])
+    preferred = next(
+        group for group in home.groups if group.url.endswith(last.headers["x-penstock-endpoint"])
     )
-    favourite.faults.set("5xx")
+    preferred.faults.set("5xx")
     for _ in range(8):
         await home.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric(
-            "penstock_upstream_errors_total"
-        ):  # the last request may have gone to the other endpoint
+        # The last request may have gone to the other endpoint.
+        while not home.metric("penstock_upstream_errors_total"):
             await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
     for member in home.groups:
         member.faults.set("stall")
@@ -80,41 +79,42 @@ async def a_little_of_everything(home: House) -> None:
 
 async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     seen: Seen = defaultdict(set)
-    room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
-    async with house(2, concurrency=2, pool=room) as home:
-        await a_little_of_everything(home)
-        await scraped(home, seen)
+    queue = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
+    async with house(2, concurrency=2, pool=queue) as home:
+        await cause_every_event(home)
+        await scrape(home, seen)
     async with split_house("vllm_nixl", groups=(1, 1)) as halves:
         await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
-        await scraped(halves, seen)
+        await scrape(halves, seen)
     seen["up"] = set()
     for name in rules.recorded():
         seen[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {each.name for each in asked(query)}
-        families = names if query in by_hand() else {family_of(name) for name in names}
+        names = {selector.name for selector in find_selectors(query)}
+        families = names if query in handwritten_queries() else {family_of(name) for name in names}
         assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
         excused = (
-            WITHOUT_A_CHILD.keys()
-            if query in by_hand()
+            WITHOUT_CHILDREN.keys()
+            if query in handwritten_queries()
             else {name for name in names if not seen.get(name)}
         )
-        for each in asked(query):
+        for each in find_selectors(query):
             if each.name not in excused:
                 assert each.labels <= seen[each.name] | GIVEN, (
                     f"{where}: {each.labels - seen[each.name]}"
                 )
         if not names & excused:
-            assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
-    for name in WITHOUT_A_CHILD:
-        assert not seen[name], f"{name} has children now: it needs no excuse any more"
+            assert grouping_labels(query) <= set().union(*(seen[name] for name in names)) | GIVEN, (
+                where
+            )
+    for name in WITHOUT_CHILDREN:
+        assert not seen[name], f"{name} has children now: remove its exemption"
 
 
-def by_hand() -> set[str]:
-    """Queries that somebody wrote.
+def handwritten_queries() -> set[str]:
+    """Return the handwritten queries.
 
-    The others are made from the catalogue, label for label, and what they ask for need not have
-    happened yet.
+    The others are generated from the catalogue, and their events need not have happened yet.
     """
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}

@@ -1,6 +1,7 @@
-"""A server that reads a request whole and answers 429 without a thought: what a round trip costs on this machine.
+"""A null server: it reads each request and answers 429, to measure round trips on this machine.
 
-uvloop and sockets as the gateway's, bytes as many as its refusals have, and nothing between. Prints its URL.
+It uses uvloop and sockets as the gateway does, and its answer is as long as the gateway's refusals.
+It prints its URL.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from typing import cast
 import uvloop
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
-_BODY = b'{"error":{"message":"' + b"." * 250 + b'","type":"overloaded_error","param":null,"code":"slo_shed"}}'
-_HEAD = "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nx-request-id: req_0\r\n"
+_BODY = (
+    b'{"error":{"message":"'
+    + b"." * 250
+    + b'","type":"overloaded_error","param":null,"code":"slo_shed"}}'
+)
+_HEAD = (
+    "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nx-request-id: req_0\r\n"
+)
 ANSWER = f"{_HEAD}content-length: {len(_BODY)}\r\n\r\n".encode() + _BODY
 
 
-class Still(asyncio.Protocol):
-    """One connection."""
+class NullConnection(asyncio.Protocol):
+    """One connection of a client."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -28,15 +35,15 @@ class Still(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        head, found, body = self._data.partition(b"\r\n\r\n")
+        head, has_end, body = self._data.partition(b"\r\n\r\n")
         length = _LENGTH.search(head)
-        if found and length is not None and len(body) >= int(length[1]):
+        if has_end and length is not None and len(body) >= int(length[1]):
             self._data = b""
             self._transport.write(ANSWER)
 
 
 async def _serve() -> None:
-    server = await asyncio.get_running_loop().create_server(Still, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(NullConnection, "127.0.0.1", 0)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
