@@ -26,7 +26,7 @@ from bench.load.overload_load import LAST_WORDS_S, STILL_EVERY_S, STILL_KNOCKS, 
 from bench.load.overload_plan import GROUP, SLO, SPEED, Plan
 from bench.systems import pinned
 from tests.e2e import processes
-from tests.e2e.processes import ENV, Gateway
+from tests.e2e.processes import ENV, GatewayProcess
 from tests.scraped import total
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class House:
     """What runs. `pids`: processes by name."""
 
     def __init__(
-        self, gateway: Gateway, engines: list[str], still_url: str, log: Path, pids: Mapping[str, int]
+        self, gateway: GatewayProcess, engines: list[str], still_url: str, log: Path, pids: Mapping[str, int]
     ) -> None:
         self.gateway = gateway
         self.still_url = still_url
@@ -91,9 +91,9 @@ def house(admission: str, policy: str, longest_s: float) -> Iterator[House]:
         running = stack.enter_context(
             processes.running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
         )
-        gateway = Gateway(running)
+        gateway = GatewayProcess(running)
         assert running.stderr is not None
-        gateway.hear(running.stderr)
+        gateway.read_until_ready(running.stderr)
         pids = {"gateway": running.pid, "engines": mock.pid}
         yield House(gateway, engines, _line(still).strip(), log, pids)
 

@@ -23,8 +23,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.processes import ENV, Gateway, gateway, mock_fleet, running, whole
-from tests.e2e.restart_house import ended, learned, restart, traffic, until_gone
+from tests.e2e.processes import (
+    ENV,
+    GatewayProcess,
+    complete_config,
+    gateway_process,
+    mock_fleet,
+    run_process,
+)
+from tests.e2e.restart_traffic import (
+    killing_successors,
+    learned_state,
+    restart,
+    traffic,
+    until_gone,
+)
 from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
@@ -46,20 +59,20 @@ GOOD = {"streams answered", "requests answered"}
 
 
 @contextmanager
-def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
+def activated(folder: Path, config: str, patience: str) -> Iterator[GatewayProcess]:
     """A gateway on sockets that systemd-socket-activate opened; it starts with the first connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
-    file.write_text(whole(config) + patience)
+    file.write_text(complete_config(config) + patience)
     listen = [word for port in ports for word in ("-l", f"127.0.0.1:{port}")]
     passed = [word for name in ENV for word in ("-E", name)]
     serve = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     command = [ACTIVATE, *listen, "--fdname=api:admin", *passed, *serve]
-    with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with run_process(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
         assert process.stderr
-        found = Gateway(process)
+        found = GatewayProcess(process)
         knock = threading.Timer(1.0, _knock, ports[:1])
         knock.start()
-        found.hear(process.stderr)
+        found.read_until_ready(process.stderr)
         yield found
 
 
@@ -69,15 +82,15 @@ def _knock(port: int) -> None:
         pass
 
 
-async def by_successors(home: Gateway, restarts: int, streams: int, shorts: int) -> Counter[str]:
+async def by_successors(home: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
     """A process hands over to the next one, again and again."""
     pids = [home.pid]
     async with traffic(home.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before = learned(home)
+            before = learned_state(home)
             pids.append(await restart(home, pids[-1]))
-            after = learned(home)
+            after = learned_state(home)
             _show(number, f"pid {pids[-1]}", before, after, load.counts)
             await asyncio.sleep(1.0)
     for problem in load.problems[:10]:
@@ -89,18 +102,18 @@ async def by_successors(home: Gateway, restarts: int, streams: int, shorts: int)
     return load.counts
 
 
-async def by_workers(home: Gateway, restarts: int, streams: int, shorts: int) -> Counter[str]:
+async def by_workers(home: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
     """A supervisor replaces its workers, again and again."""
     async with traffic(home.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned(home), "workers were replaced"
-            known = home.said.count(text)
+            before, text = learned_state(home), "workers were replaced"
+            known = home.stderr_text.count(text)
             os.kill(home.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):
-                while home.said.count(text) == known:
+                while home.stderr_text.count(text) == known:
                     await asyncio.sleep(0.05)
-            _show(number, "workers replaced", before, learned(home), load.counts)
+            _show(number, "workers replaced", before, learned_state(home), load.counts)
     for problem in load.problems[:10]:
         print("  ", problem)
     return load.counts
@@ -124,11 +137,11 @@ def one_way(way: str, asked: argparse.Namespace) -> bool:
         print(f"{way}: {ACTIVATE} is not there; install the Debian package systemd", flush=True)
         return False
     print(f"{way}: {asked.restarts} restarts, {asked.streams} streams on kept connections", flush=True)
-    open_gateway: Callable[[Path, str, str], object] = activated if way == "socket" else gateway
+    open_gateway: Callable[[Path, str, str], object] = activated if way == "socket" else gateway_process
     work = by_workers if way == "workers" else by_successors
     with tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder, mock_fleet("--speed", "4") as urls:
         config = CONFIG.format(*urls, dead=free_port(), workers=2 if way == "workers" else 1)
-        with open_gateway(Path(folder), config, "") as home, ended(home):  # type: ignore[attr-defined]
+        with open_gateway(Path(folder), config, "") as home, killing_successors(home):  # type: ignore[attr-defined]
             counts = asyncio.run(work(home, asked.restarts, asked.streams, asked.shorts))
     print(f"{way}: refused {counts['refused']}, cut {counts['cut']}; {dict(counts)}", flush=True)
     return set(+counts) <= GOOD

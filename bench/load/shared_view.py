@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.e2e import processes
-from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import converse, metric, sharing, until
+from tests.e2e.processes import GatewayProcess, mock_fleet
+from tests.e2e.shared_fleet import metric, replay_conversation, shared_gateway, wait_until
 from tests.redis_server import redis_server
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
@@ -45,16 +45,16 @@ def main() -> int:
     return 0 if held else 1
 
 
-def _house(stack: ExitStack, count: int, redis_url: str | None, speed: float) -> list[Gateway]:
+def _house(stack: ExitStack, count: int, redis_url: str | None, speed: float) -> list[GatewayProcess]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     engines = [url for _ in range(2) for url in stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed)))]
-    return [stack.enter_context(sharing(folder, f"g{at}", engines, redis_url)) for at in range(count)]
+    return [stack.enter_context(shared_gateway(folder, f"g{at}", engines, redis_url)) for at in range(count)]
 
 
 def _hits(name: str, count: int, shared: bool, requests: int, speed: float) -> float:
     with ExitStack() as stack:
         gateways = _house(stack, count, stack.enter_context(redis_server()).url if shared else None, speed)
-        report = asyncio.run(converse([each.url for each in gateways], requests, speed))
+        report = asyncio.run(replay_conversation([each.url for each in gateways], requests, speed))
         blind = sum(metric(each, "penstock_blind_picks_total") for each in gateways)
     found = report.cached_ratio or 0.0
     print(f"{name:18} hit ratio {found:.4f}, errors {report.errors}, blind picks {blind:.0f}", flush=True)
@@ -66,17 +66,17 @@ def _outage(seconds: float, speed: float) -> bool:
         redis = stack.enter_context(redis_server())
         gateways = _house(stack, 2, redis.url, speed)
         urls = [each.url for each in gateways]
-        asyncio.run(converse(urls, 100, speed))
+        asyncio.run(replay_conversation(urls, 100, speed))
         before = [each.resident_bytes for each in gateways]
         redis.stop()
         ends, errors, asked = time.monotonic() + seconds, 0, 0
         while time.monotonic() < ends:
-            report = asyncio.run(converse(urls, 300, speed, first=100))
+            report = asyncio.run(replay_conversation(urls, 300, speed, first=100))
             errors += sum(report.errors.values())
             asked += len(report.records)
         grown = [each.resident_bytes - was for each, was in zip(gateways, before, strict=True)]
         redis.start()
-        back_s = until(lambda: all(metric(each, "penstock_shared_staleness_seconds") == 0.0 for each in gateways), 30.0)
+        back_s = wait_until(lambda: all(metric(each, "penstock_shared_staleness_seconds") == 0.0 for each in gateways), 30.0)
     shown = ", ".join(f"{bytes_ / 2**20:.1f} MiB" for bytes_ in grown)
     print(f"{seconds:.0f} s without Redis: {asked} requests, {errors} errors, grown by {shown}; back in {back_s:.1f} s")
     return not errors and back_s <= 5.0 and max(grown) < 128 << 20

@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from tests.chaos.stage import Mock, eventually
+from tests.chaos.fleet_processes import MockProcess, eventually
 from tests.e2e import processes
-from tests.e2e.processes import Gateway, gateway
+from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.scraped import total
 
 SERVED = "demo-8b"
@@ -46,7 +46,7 @@ class Group:
 
     name: str
     role: str
-    mock: Mock
+    mock: MockProcess
 
     @property
     def pool(self) -> str:
@@ -62,7 +62,7 @@ class Group:
 class House:
     """`groups` are those of the file. Owner of the file."""
 
-    def __init__(self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession) -> None:
+    def __init__(self, groups: list[Group], running: GatewayProcess, file: Path, http: aiohttp.ClientSession) -> None:
         self.groups = groups
         self.gateway = running
         self.policy = "prefix_aware"
@@ -154,7 +154,7 @@ def configuration(groups: list[Group], policy: str) -> str:
 def started(name: str, role: str, speed: float) -> Group:
     """A group that begins to run; to be waited for and ended by whoever asked for it."""
     options = next(options for each, _, options in ROLES if each == role)
-    return Group(name, role, Mock(speed, *options, "--role", role))
+    return Group(name, role, MockProcess(speed, *options, "--role", role))
 
 
 @asynccontextmanager
@@ -169,8 +169,8 @@ async def house(speed: float, longest_s: float) -> AsyncIterator[House]:
                 groups.append(started(f"{role}-{number}", role, speed))
                 stack.callback(groups[-1].mock.end)
         for group in groups:
-            group.mock.ready()
+            group.mock.wait_until_ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        running = stack.enter_context(gateway(folder, configuration(groups, "prefix_aware"), patience=""))
+        running = stack.enter_context(gateway_process(folder, configuration(groups, "prefix_aware"), patience=""))
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
             yield House(groups, running, folder / processes.FILE, http)

@@ -32,7 +32,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tests.e2e.processes import ROOT, gateway, mock_fleet
+from tests.e2e.processes import ROOT, gateway_process, mock_fleet
 
 BOUND, HITS_WITHIN = 0.55, 0.03
 Z = 1.959964
@@ -147,7 +147,7 @@ def text(rng: random.Random, words: int) -> str:
 async def measured(engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int) -> Figures:
     """One mode, before a gateway of its own."""
     rng = random.Random(f"{options.seed} {isolate}")
-    with tempfile.TemporaryDirectory() as folder, gateway(Path(folder), config(engines, isolate)) as running:
+    with tempfile.TemporaryDirectory() as folder, gateway_process(Path(folder), config(engines, isolate)) as running:
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             asker = Asker(http, running.url, options.model)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import openai
 
 from tests.authority import Authority
-from tests.e2e.processes import ENV, Gateway, gateway, mock_fleet
+from tests.e2e.processes import ENV, GatewayProcess, gateway_process, mock_fleet
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "tls_clients"
@@ -161,7 +161,7 @@ def expected(url: str, trust: ssl.SSLContext) -> str:
     return str(answer.choices[0].message.content)
 
 
-def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requests: int) -> bool:
+def run(home: GatewayProcess, authority: Authority, clients: Mapping[str, Client], requests: int) -> bool:
     """Prints a row for each client; whether nothing failed."""
     text = expected(home.url, ssl.create_default_context(cafile=str(authority.ca)))
     env = (
@@ -197,7 +197,7 @@ def run(home: Gateway, authority: Authority, clients: Mapping[str, Client], requ
     return not total["failed"] and rotation.problem is None
 
 
-def failed_handshakes(home: Gateway) -> float:
+def failed_handshakes(home: GatewayProcess) -> float:
     """TLS handshakes that failed at the gateway."""
     with urllib.request.urlopen(f"{home.admin_url}/metrics") as answer:
         page = answer.read().decode()
@@ -219,7 +219,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-tls-") as folder, mock_fleet() as urls:
         authority = Authority(Path(folder) / "tls")
         authority.issue("server", "localhost", "127.0.0.1")
-        with gateway(Path(folder), CONFIG.format(*urls), complete=False) as home:
+        with gateway_process(Path(folder), CONFIG.format(*urls), complete=False) as home:
             good = run(home, authority, clients, asked.requests)
             failures = failed_handshakes(home)
     print(f"handshakes that failed at the gateway: {failures:g}")

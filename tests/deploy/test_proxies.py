@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.deploy.proxies import KINDS, proxy
-from tests.e2e.processes import Gateway, gateway, mock_fleet
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 
 TOKENS = 24
 WITHIN_S = 20.0
@@ -28,7 +28,7 @@ every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 class House(NamedTuple):
     """A gateway before a TP group that takes some 30 ms for each token, and the ports of the proxies before it."""
 
-    gateway: Gateway
+    gateway: GatewayProcess
     ports: dict[str, int]
 
     def url(self, kind: str) -> str:
@@ -41,7 +41,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     with mock_fleet("--speed", "0.2", "--model", "demo-8b") as urls:
         config = f"pools: {{chat: {{endpoints: [{{url: '{urls[0]}'}}]}}}}\n"
-        with gateway(folder, config) as started:
+        with gateway_process(folder, config) as started:
             admin = int(started.admin_url.rpartition(":")[2])
             with (
                 proxy("nginx", folders["nginx"], started.port, admin) as nginx,
@@ -53,7 +53,16 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def curl(url: str, *options: str, tokens: int = TOKENS) -> list[str]:
     asked = {"model": "demo-8b", "stream": True, "max_tokens": tokens, "ignore_eos": True}
     body = json.dumps(asked | {"messages": [{"role": "user", "content": "Tell me of rivers"}]})
-    return ["curl", "--silent", "--no-buffer", "--insecure", *options, f"{url}/v1/chat/completions", "--data", body]
+    return [
+        "curl",
+        "--silent",
+        "--no-buffer",
+        "--insecure",
+        *options,
+        f"{url}/v1/chat/completions",
+        "--data",
+        body,
+    ]
 
 
 def arrivals(command: list[str]) -> list[float]:
@@ -102,9 +111,13 @@ def until(house: House, wanted: int, within_s: float) -> bool:
 
 @every_http
 @every_proxy
-def test_a_client_that_leaves_ends_its_request_at_the_tp_group(house: House, kind: str, version: str) -> None:
+def test_a_client_that_leaves_ends_its_request_at_the_tp_group(
+    house: House, kind: str, version: str
+) -> None:
     assert until(house, 0, WITHIN_S)
-    with subprocess.Popen(curl(house.url(kind), version, tokens=2000), stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        curl(house.url(kind), version, tokens=2000), stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout
         assert process.stdout.readline()
         assert in_flight(house) == 1
@@ -113,7 +126,9 @@ def test_a_client_that_leaves_ends_its_request_at_the_tp_group(house: House, kin
 
 
 @every_proxy
-def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(house: House, kind: str, tmp_path: Path) -> None:
+def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(
+    house: House, kind: str, tmp_path: Path
+) -> None:
     large = tmp_path / "large"
     with large.open("wb") as file:
         file.truncate((32 << 20) + 1)
@@ -127,9 +142,19 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(house: House, kind
         "--output",
         "/dev/null",
     ]
-    command += ["-H", "Expect: 100-continue", "--expect100-timeout", "5", "--data-binary", f"@{large}"]
+    command += [
+        "-H",
+        "Expect: 100-continue",
+        "--expect100-timeout",
+        "5",
+        "--data-binary",
+        f"@{large}",
+    ]
     said = subprocess.run(
-        [*command, f"{house.url(kind)}/v1/chat/completions"], capture_output=True, text=True, timeout=60
+        [*command, f"{house.url(kind)}/v1/chat/completions"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     status, uploaded = said.stdout.split()
     assert status == "413"
@@ -139,8 +164,18 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(house: House, kind
 @every_proxy
 @pytest.mark.parametrize("path", ["/metrics", "/config", "/endpoints", "/healthz", "/"])
 def test_nothing_but_the_api_is_there(house: House, kind: str, path: str) -> None:
-    command = ["curl", "--silent", "--insecure", "--write-out", "%{http_code}", "--output", "/dev/null"]
-    said = subprocess.run([*command, house.url(kind) + path], capture_output=True, text=True, timeout=WITHIN_S)
+    command = [
+        "curl",
+        "--silent",
+        "--insecure",
+        "--write-out",
+        "%{http_code}",
+        "--output",
+        "/dev/null",
+    ]
+    said = subprocess.run(
+        [*command, house.url(kind) + path], capture_output=True, text=True, timeout=WITHIN_S
+    )
     assert said.stdout == "404"
 
 
@@ -167,7 +202,16 @@ def test_what_a_client_says_of_its_own_address_is_not_passed_on(kind: str, tmp_p
     with ThreadingHTTPServer(("127.0.0.1", 0), ear) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with proxy(kind, tmp_path, server.server_port, server.server_port) as port:
-            command = ["curl", "--silent", "--insecure", "--http1.1", "-H", "X-Forwarded-For: 10.9.8.7"]
-            subprocess.run([*command, f"https://127.0.0.1:{port}/v1/models"], check=True, timeout=WITHIN_S)
+            command = [
+                "curl",
+                "--silent",
+                "--insecure",
+                "--http1.1",
+                "-H",
+                "X-Forwarded-For: 10.9.8.7",
+            ]
+            subprocess.run(
+                [*command, f"https://127.0.0.1:{port}/v1/models"], check=True, timeout=WITHIN_S
+            )
         server.shutdown()
     assert [heard["x-forwarded-for"] for heard in ear.heard] == ["127.0.0.1"]

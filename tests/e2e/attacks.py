@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.e2e.stub import MODEL
-from tests.e2e.wire import post
+from tests.e2e.raw_connection import post
+from tests.e2e.recording_engine import MODEL
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"

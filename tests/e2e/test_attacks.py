@@ -26,9 +26,9 @@ from tests.e2e.attacks import (
     head,
     raw,
 )
-from tests.e2e.processes import Gateway, gateway
-from tests.e2e.stub import MODEL, TEXT, Stub, recording_stub
-from tests.e2e.wire import Answer, Wire, post
+from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.raw_connection import Answer, RawConnection, post
+from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
 from tests.fair_time import Stopwatch, pace
 
 CONFIG = """
@@ -58,19 +58,19 @@ INTERNAL: dict[str, Any] = {
 
 
 class Line(NamedTuple):
-    gateway: Gateway
-    stub: Stub
+    gateway: GatewayProcess
+    stub: RecordingEngine
 
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     """A gateway before the recording engine. In the end it is alive and has never printed a traceback."""
-    with recording_stub() as stub:
+    with recording_engine() as stub:
         config = CONFIG.format(url=stub.url)
-        with gateway(tmp_path_factory.mktemp("attacks"), config, ENGINE_KEY=ENGINE_KEY) as running:
+        with gateway_process(tmp_path_factory.mktemp("attacks"), config, ENGINE_KEY=ENGINE_KEY) as running:
             yield Line(running, stub)
-            assert running.alive
-            assert "Traceback" not in running.said, running.said
+            assert running.is_alive
+            assert "Traceback" not in running.stderr_text, running.stderr_text
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
@@ -93,8 +93,8 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(line: Lin
     assert len(answer.body) < 1000
     assert fair_s < 1.5 * pace()
     assert len(line.stub.requests) == forwarded
-    assert line.gateway.alive
-    assert "Traceback" not in line.gateway.said
+    assert line.gateway.is_alive
+    assert "Traceback" not in line.gateway.stderr_text
 
 
 @pytest.mark.parametrize("attack", FRAMING_ATTACKS, ids=[attack.name for attack in FRAMING_ATTACKS])
@@ -102,7 +102,7 @@ def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(line
     """The first is served without aiohttp's parser, the second judged by it: neither sees a byte of the other's."""
     assert isinstance(attack.sent, bytes)
     forwarded = len(line.stub.requests)
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(chat() + attack.sent)
         assert wire.answer().status == 200
         answer = wire.answer()
@@ -112,7 +112,7 @@ def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(line
 
 
 def ask(line: Line, sent: bytes) -> Answer:
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(sent)
         return wire.answer()
 
@@ -192,7 +192,7 @@ def test_a_query_or_an_absolute_uri_finds_its_path_and_goes_no_further(line: Lin
 
 
 def test_expect_100_continue_is_honoured_before_the_body(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(head("Expect: 100-continue", LENGTH))
         assert wire.answer().status == 100
         wire.send(BODY)
@@ -200,7 +200,7 @@ def test_expect_100_continue_is_honoured_before_the_body(line: Line) -> None:
 
 
 def test_pipelined_requests_are_answered_in_their_order(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(
             chat(user="status:418")
             + chat()
@@ -214,7 +214,7 @@ def test_pipelined_requests_are_answered_in_their_order(line: Line) -> None:
 
 
 def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind_it(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(
             chat(model="nope") + head(start="GET /v1/models HTTP/1.1") + chat(n=0) + head(start="GET /x HTTP/1.1")
         )
@@ -223,19 +223,19 @@ def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind
 
 def test_what_follows_a_refused_body_is_not_taken_for_a_request(line: Line) -> None:
     forwarded = len(line.stub.requests)
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(head("Content-Length: 1000000000") + chat())
         assert wire.answer().status == 413
-        assert wire.ended()
+        assert wire.is_closed()
     assert len(line.stub.requests) == forwarded
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_http_1_0_client_gets_a_bare_body_and_a_close(line: Line, stream: bool) -> None:
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(post({**CHAT, "stream": stream}, version="1.0"))
         answer = wire.answer()
-        assert wire.ended()
+        assert wire.is_closed()
     assert answer.status == 200
     assert answer.headers["connection"] == "close"
     assert "transfer-encoding" not in answer.headers
@@ -269,7 +269,7 @@ UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
 def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(line: Line, upgrade: str) -> None:
     """As Java's HttpClient asks for HTTP/2; its connection goes on."""
     asked = ("Connection: Upgrade, HTTP2-Settings", upgrade, "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(head(*asked, LENGTH) + BODY + chat(user="status:418"))
         assert wire.answer().status == 200
         assert line.stub.requests[0].headers.keys().isdisjoint(("upgrade", "http2-settings"))
@@ -283,10 +283,10 @@ def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(l
     behind = chat(user="status:418")
     forwarded = len(line.stub.requests)
     for sent in (head(*asked, start="GET /v1/models HTTP/1.1"), chunked(IN_CHUNKS, *asked)):
-        with Wire(line.gateway.port) as wire:
+        with RawConnection(line.gateway.port) as wire:
             wire.send(sent + behind)
             assert wire.answer().status == 200
-            assert wire.ended()
+            assert wire.is_closed()
     assert [each.json for each in line.stub.requests[forwarded:]] == [CHAT]
 
 
@@ -317,11 +317,11 @@ def test_a_stream_for_several_prompts_is_whole_when_each_choice_of_each_prompt_h
 
 def test_a_client_that_closes_its_sending_side_has_left(line: Line) -> None:
     """A FIN is all that a closed client sends; waiting to see whether it still reads would keep the engine busy."""
-    with Wire(line.gateway.port) as wire:
+    with RawConnection(line.gateway.port) as wire:
         wire.send(chat(user="hold"))
         assert line.stub.wait(lambda: line.stub.requests[-1].json.get("user") == "hold")
         wire.socket.shutdown(1)
-        assert wire.ended()
+        assert wire.is_closed()
     seen = line.stub.requests[-1]
     assert line.stub.wait(lambda: seen.closed_at is not None)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.unit.tools.monitoring.test_live_scrape import (
     WITHOUT_A_CHILD,
     Seen,
@@ -50,7 +50,10 @@ scrape_configs:
 async def main(prometheus: str) -> int:
     """The exit code: 0 when every query that can have data has some."""
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
-    async with house(2, concurrency=2, pool=room) as home, split_house("vllm_nixl", groups=(1, 1)) as halves:
+    async with (
+        gateway_fleet(2, concurrency=2, pool=room) as home,
+        split_fleet("vllm_nixl", groups=(1, 1)) as halves,
+    ):
         targets = [each.app.admin_url.removeprefix("http://") for each in (home, halves)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prometheus.yml"
@@ -65,10 +68,17 @@ async def main(prometheus: str) -> int:
                 await asyncio.wait_for(process.wait(), 10)
 
 
-async def started(prometheus: str, folder: str, file: Path, port: int) -> asyncio.subprocess.Process:
+async def started(
+    prometheus: str, folder: str, file: Path, port: int
+) -> asyncio.subprocess.Process:
     """The real thing, on a free port of this machine alone."""
     return await asyncio.create_subprocess_exec(
-        *(prometheus, f"--config.file={file}", f"--storage.tsdb.path={folder}/data", "--log.level=error"),
+        *(
+            prometheus,
+            f"--config.file={file}",
+            f"--storage.tsdb.path={folder}/data",
+            "--log.level=error",
+        ),
         *(f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage"),
     )
 
@@ -83,18 +93,20 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def traffic(home: House, halves: SplitHouse) -> None:
+async def traffic(home: GatewayFleet, halves: SplitFleet) -> None:
     """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
     await a_little_of_everything(home)
     for member in home.groups:
         member.faults.set("")
     for number in range(SECONDS * 2):
         await home.ask(stream=bool(number % 2), prompt=f"question {number}")
-        await halves.right({"prompt": f"{number} " + SENTENCE * 30, "max_tokens": 4, "stream": True})
+        await halves.assert_right_answer(
+            {"prompt": f"{number} " + SENTENCE * 30, "max_tokens": 4, "stream": True}
+        )
         await asyncio.sleep(0.5)
 
 
-async def judged(home: House, halves: SplitHouse, port: int) -> int:
+async def judged(home: GatewayFleet, halves: SplitFleet, port: int) -> int:
     """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses it, by name."""
     seen: Seen = defaultdict(set)
     for each in (home, halves):
@@ -111,14 +123,30 @@ async def judged(home: House, halves: SplitHouse, port: int) -> int:
         asked_for += 1
         unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
         if not found:
-            silent = {each.name for each in asked(query) if family_of(each.name) in labelled and not seen[each.name]}
+            silent = {
+                each.name
+                for each in asked(query)
+                if family_of(each.name) in labelled and not seen[each.name]
+            }
             excused |= silent
             if not silent or (query in hand and not silent <= WITHOUT_A_CHILD.keys()):
                 empty.append(f"{where}: {query}")
-    rules = [rule for group in (await data(home.http, f"{url}/rules"))["groups"] for rule in group["rules"]]
+    rules = [
+        rule
+        for group in (await data(home.http, f"{url}/rules"))["groups"]
+        for rule in group["rules"]
+    ]
     ill = [rule["name"] for rule in rules if rule["health"] != "ok"]
-    marks = await data(home.http, f"{url}/query_exemplars", query="penstock_ttft_seconds_bucket", start="0", end="9e9")
-    print(f"{asked_for} queries, {len(empty)} without data, {unknown} of nothing but NaN (no observation in 10 s)")
+    marks = await data(
+        home.http,
+        f"{url}/query_exemplars",
+        query="penstock_ttft_seconds_bucket",
+        start="0",
+        end="9e9",
+    )
+    print(
+        f"{asked_for} queries, {len(empty)} without data, {unknown} of nothing but NaN (no observation in 10 s)"
+    )
     print(f"without a series so far: {', '.join(sorted(excused)) or 'none'}")
     print(
         f"{len(rules)} rules, {len(ill)} ill; {sum(len(each['exemplars']) for each in marks)} exemplars of TTFT stored"
@@ -147,6 +175,8 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Every query of boards and rules, asked of the real Prometheus.")
+    parser = argparse.ArgumentParser(
+        description="Every query of boards and rules, asked of the real Prometheus."
+    )
     parser.add_argument("--prometheus", default="prometheus", help="the program")
     sys.exit(asyncio.run(main(parser.parse_args().prometheus)))

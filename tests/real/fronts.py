@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.processes import ENV, Gateway
+from tests.e2e.processes import ENV, GatewayProcess
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
@@ -29,18 +29,20 @@ def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most:
 
 
 @contextmanager
-def gateway(folder: Path, text: str) -> Iterator[Gateway]:
+def gateway(folder: Path, text: str) -> Iterator[GatewayProcess]:
     """A gateway until the block is left; its access lines are in `folder`/access.jsonl."""
     file = folder / "gateway.yaml"
     log = folder / "access.jsonl"
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"
     file.write_text(f"{head}observability: {{access_log: '{log}'}}\n{text}")
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with subprocess.Popen(
+        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV
+    ) as process:
         try:
             assert process.stderr is not None
-            started = Gateway(process)
-            started.hear(process.stderr)
+            started = GatewayProcess(process)
+            started.read_until_ready(process.stderr)
             yield started
         finally:
             process.terminate()

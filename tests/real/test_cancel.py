@@ -9,26 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import Gateway
+from tests.e2e.processes import GatewayProcess
 from tests.real.asking import Answer, ask, body, prompt
 from tests.real.engines import Engine, troubles
 from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
 
-FREE_WITHIN_S = 10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
+FREE_WITHIN_S = (
+    10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
+)
 WAIT_S = 30.0
 
 
 @pytest.fixture
-def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[Gateway]:
+def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway that reaches the engines through the taps, one request at a time each."""
     p, d = taps
-    with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)) as started:
+    with gateway(
+        tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)
+    ) as started:
         yield started
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left_behind(engines: tuple[Engine, Engine], taps: tuple[Tap, Tap]) -> AsyncIterator[None]:
+async def nothing_is_left_behind(
+    engines: tuple[Engine, Engine], taps: tuple[Tap, Tap]
+) -> AsyncIterator[None]:
     before = await troubles(engines)
     yield
     freed_s = [await engine.idle_within(FREE_WITHIN_S) for engine in engines]
@@ -36,7 +42,7 @@ async def nothing_is_left_behind(engines: tuple[Engine, Engine], taps: tuple[Tap
     assert await troubles(engines) == before
 
 
-def _asks(front: Gateway, seed: int, **members: object) -> asyncio.Task[Answer]:
+def _asks(front: GatewayProcess, seed: int, **members: object) -> asyncio.Task[Answer]:
     asked = body(prompt(1200, seed), stream=True, **members)  # type: ignore[arg-type]
     return asyncio.create_task(ask(front.url, asked))
 
@@ -52,7 +58,7 @@ async def _passes(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), WAIT_S)
 
 
-async def test_a_client_that_leaves_the_queue(front: Gateway, taps: tuple[Tap, Tap]) -> None:
+async def test_a_client_that_leaves_the_queue(front: GatewayProcess, taps: tuple[Tap, Tap]) -> None:
     _, before_d = taps
     before_d.watch()
     busy = _asks(front, 3001, max_tokens=400)
@@ -65,7 +71,7 @@ async def test_a_client_that_leaves_the_queue(front: Gateway, taps: tuple[Tap, T
 
 
 async def test_a_client_that_leaves_during_prefill(
-    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+    front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
     before_p, before_d = taps
     before_p.watch()
@@ -79,7 +85,7 @@ async def test_a_client_that_leaves_during_prefill(
 
 
 async def test_a_client_that_leaves_between_the_legs(
-    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+    front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
     _, before_d = taps
     before_d.watch(hold=True)
@@ -92,7 +98,9 @@ async def test_a_client_that_leaves_between_the_legs(
     before_d.go_on()
 
 
-async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(front: Gateway, taps: tuple[Tap, Tap]) -> None:
+async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(
+    front: GatewayProcess, taps: tuple[Tap, Tap]
+) -> None:
     _, before_d = taps
     before_d.watch()
     client = _asks(front, 3005)
@@ -101,7 +109,7 @@ async def test_a_client_that_leaves_while_the_kv_cache_is_pulled(front: Gateway,
 
 
 async def test_a_client_that_leaves_during_decode(
-    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+    front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
     _, before_d = taps
     before_d.watch()
@@ -112,7 +120,7 @@ async def test_a_client_that_leaves_during_decode(
 
 
 async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
-    front: Gateway, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
+    front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
     """Twenty clients that leave at twenty moments around the end of the prefill."""
     before_p, _ = taps
@@ -125,7 +133,7 @@ async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
         await asyncio.wait([client])
 
 
-async def test_a_request_that_the_decoder_refuses_after_its_prefill(front: Gateway) -> None:
+async def test_a_request_that_the_decoder_refuses_after_its_prefill(front: GatewayProcess) -> None:
     """It asks for more than vLLM gives, which the prefiller was not told."""
     answer = await ask(front.url, body(prompt(400, 3200), top_logprobs=21))
     assert (answer.status, "logprobs" in answer.error) == (400, True), answer.error

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.processes import Gateway
+from tests.e2e.processes import GatewayProcess
 from tests.real.asking import Answer, ask, body, prompt
 from tests.real.engines import Engine
 from tests.real.fronts import config, gateway
@@ -25,7 +25,7 @@ def _greedy(seed: int) -> dict[str, Any]:
 
 
 async def _killed_under_them(
-    front: Gateway, engines: tuple[Engine, Engine], asked: list[dict[str, Any]]
+    front: GatewayProcess, engines: tuple[Engine, Engine], asked: list[dict[str, Any]]
 ) -> list[Answer]:
     events = 0
 
@@ -44,13 +44,20 @@ async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     """Where several tokens came with the last piece of text nobody can go on exactly: then it ends with an error event,
     and not one word of what was said until then was another."""
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
-    undisturbed = [await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked]
+    undisturbed = [
+        await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked
+    ]
     whole = {engine.name: (engine.url, "both") for engine in engines}
     with gateway(tmp_path, config(whole, serving="resume: {attempts: 2}")) as front:
         answers = await _killed_under_them(front, engines, asked)
-        async with aiohttp.ClientSession() as http, http.get(f"{front.admin_url}/metrics") as metrics:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{front.admin_url}/metrics") as metrics,
+        ):
             page = await metrics.text()
-    resumed, seam = (total(page, "penstock_resumes_total", result=result) for result in ("resumed", "seam"))
+    resumed, seam = (
+        total(page, "penstock_resumes_total", result=result) for result in ("resumed", "seam")
+    )
     print(f"{resumed:g} of {STREAMS} streams were resumed, {seam:g} broke at a seam")
     assert resumed >= 1
     assert total(page, "penstock_resumes_total") == resumed + seam
@@ -61,4 +68,7 @@ async def test_streams_outlive_the_engine_that_began_them_token_for_token(
             assert told.text.startswith(answer.text)
         else:
             assert (answer.text, answer.completion_tokens) == (told.text, TOKENS)
-            assert (answer.finish_reason, answer.prompt_tokens) == (told.finish_reason, told.prompt_tokens)
+            assert (answer.finish_reason, answer.prompt_tokens) == (
+                told.finish_reason,
+                told.prompt_tokens,
+            )

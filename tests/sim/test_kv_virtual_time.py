@@ -244,19 +244,21 @@ def test_in_an_abort_storm_the_rest_lands_sooner_and_nothing_is_held() -> None:
     """
     world = World(Weather(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
-    offers = [source.offer(f"r{at}", [at], 16, ready_layers=0, public=True) for at in range(100)]
-    landings = [sink.fetch(source.address, f"r{at}", [at], 16) for at in range(100)]
+    offers = [
+        source.offer(f"r{index}", [index], 16, ready_layers=0, public=True) for index in range(100)
+    ]
+    landings = [sink.fetch(source.address, f"r{index}", [index], 16) for index in range(100)]
     world.clock.run(0.1)
     for offer in offers:
         offer.ready(LAYOUT.layers)
     world.clock.run(0.02)
     began = world.clock.now()
-    for at, landing in enumerate(landings):
-        if at % 10:
+    for index, landing in enumerate(landings):
+        if index % 10:
             landing.cancel("the client left")
     assert world.until_ended([*offers, *landings], 30)
     ends = [landing.end.reason for landing in landings if landing.end]
-    assert all(ends[at] is Reason.LANDED for at in range(0, 100, 10))
+    assert all(ends[index] is Reason.LANDED for index in range(0, 100, 10))
     assert ends.count(Reason.CANCELLED) >= 80
     # Ten blocks, and the budget that was under way when the storm began.
     assert world.clock.now() - began < (10 * BLOCK_BYTES + sink.options.budget_bytes) / 40e6 + 0.05

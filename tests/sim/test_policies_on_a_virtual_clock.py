@@ -33,9 +33,9 @@ def ttft_s(one: Figures) -> float:
 @pytest.mark.parametrize("policy", registry.names())
 def test_every_request_is_served_by_every_policy(policy: str) -> None:
     run = ran(policy, conversation(200))
-    assert {one.end for one in run.records} == {End.SERVED}
+    assert {record.end for record in run.records} == {End.SERVED}
     assert sum(group.output_tokens for group in run.groups) == sum(
-        one.output_tokens for one in run.records
+        record.output_tokens for record in run.records
     )
 
 

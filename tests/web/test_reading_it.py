@@ -11,7 +11,7 @@ from playwright.async_api import Browser, Locator, Page, expect
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
 from gateway.protocol.stream_scan import Usage
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened
 
@@ -21,17 +21,19 @@ CLIPPED = """[...document.querySelectorAll("#why, #why li")].filter(
     (each) => each.scrollHeight > each.clientHeight + 1 || each.scrollWidth > each.clientWidth + 1).length"""
 
 
-def name_of(home: House, number: int) -> str:
+def name_of(home: GatewayFleet, number: int) -> str:
     return home.app.gateway.endpoints.all()[number].endpoint.name
 
 
-def rename(home: House, number: int, name: str) -> None:
+def rename(home: GatewayFleet, number: int, name: str) -> None:
     live = home.app.gateway.endpoints.all()[number]
     live.endpoint = msgspec.structs.replace(live.endpoint, name=name)
 
 
-async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(browser: Browser) -> None:
-    async with house(2, speed=2.0) as home, opened(browser, home) as page:
+async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(
+    browser: Browser,
+) -> None:
+    async with gateway_fleet(2, speed=2.0) as home, opened(browser, home) as page:
         await busy(home)
         legend, chart = page.locator("#chart-ttft-legend"), page.locator("#chart-ttft")
         await expect(legend).to_have_text(re.compile(r"TTFT p95 [0-9.]+ m?s.*budget 5\.00 s.*now"))
@@ -46,7 +48,9 @@ async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(b
         await expect(legend).to_have_text(re.compile("now"))
         await chart.focus()
         await page.keyboard.press("ArrowLeft")
-        await expect(page.locator("#chart-said")).to_have_text(re.compile(r"budget 5\.00 s.*\d+ s ago"))
+        await expect(page.locator("#chart-said")).to_have_text(
+            re.compile(r"budget 5\.00 s.*\d+ s ago")
+        )
         await page.keyboard.press("Escape")
         await expect(legend).to_have_text(re.compile("now"))
 
@@ -59,15 +63,17 @@ async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser
         [[5.0], [5.0]],
         [[1e-5, None], [60.0, 60.0]],
     ]
-    async with house(1) as home, opened(browser, home) as page:
+    async with gateway_fleet(1) as home, opened(browser, home) as page:
         for rows in charts:
             low, high = await page.evaluate(BOUNDS, rows)
             values = [value for row in rows for value in row if value is not None]
             assert 0 < low < min(values) <= max(values) < high
 
 
-async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(browser: Browser) -> None:
-    async with house(4) as home, opened(browser, home) as page:
+async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(
+    browser: Browser,
+) -> None:
+    async with gateway_fleet(4) as home, opened(browser, home) as page:
         await busy(home)
         home.groups[2].faults.set("refuse")
         home.app.gateway.endpoints.drain(home.app.gateway.endpoints.all()[3], True)
@@ -83,7 +89,10 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         await heading(page, "name").get_by_role("button").focus()
         await page.keyboard.press("Enter")
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "ascending")
-        everyone = sorted((name_of(home, number) for number in range(4)), key=lambda name: int(name.split(":")[-1]))
+        everyone = sorted(
+            (name_of(home, number) for number in range(4)),
+            key=lambda name: int(name.split(":")[-1]),
+        )
         await expect(names).to_have_text(everyone)
         await page.keyboard.press("Enter")
         await expect(names).to_have_text(everyone[::-1])
@@ -98,18 +107,27 @@ def heading(page: Page, column: str) -> Locator:
     return page.locator(f"#fleet th[data-sort={column}]")
 
 
-async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_it_went(browser: Browser) -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home, opened(browser, home) as page:
+async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_it_went(
+    browser: Browser,
+) -> None:
+    async with (
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as home,
+        opened(browser, home) as page,
+    ):
         await expect(page.locator("#requests-empty")).to_have_text("No request has ended yet.")
         await busy(home, 6)
         rows = page.locator("#requests tr")
         await expect(rows).to_have_count(6)
-        await expect(rows.first).to_contain_text(re.compile(r"\d\d:\d\d:\d\d.*demo-8b.*200 served.* m?s.* tok.*req_"))
+        await expect(rows.first).to_contain_text(
+            re.compile(r"\d\d:\d\d:\d\d.*demo-8b.*200 served.* m?s.* tok.*req_")
+        )
         await rows.first.get_by_role("button").focus()
         await page.keyboard.press("Enter")
         dialog = page.locator("#explain")
         await expect(dialog).to_be_visible()
-        await expect(dialog).to_contain_text(re.compile("Picked.*of 2 candidates by prefix_aware.*TTFT.*Candidate"))
+        await expect(dialog).to_contain_text(
+            re.compile("Picked.*of 2 candidates by prefix_aware.*TTFT.*Candidate")
+        )
         await expect(dialog.locator("tr.chosen")).to_have_count(1)
         await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
@@ -125,7 +143,10 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
 
 
 async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser) -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home, opened(browser, home) as page:
+    async with (
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as home,
+        opened(browser, home) as page,
+    ):
         rename(home, 0, MARKUP)
         for _ in range(4):
             await home.ask()
@@ -146,9 +167,13 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
 
 @pytest.mark.parametrize("width", [400, 1280])
 async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) -> None:
-    async with house(12) as home, opened(browser, home, width=width) as page:
+    async with gateway_fleet(12) as home, opened(browser, home, width=width) as page:
         for number, group in enumerate(home.groups):
-            rename(home, number, f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2)
+            rename(
+                home,
+                number,
+                f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
+            )
             group.faults.set("refuse")
         await expect(page.locator("#why li")).to_have_count(8, timeout=10_000)
         await expect(page.locator("#why li").last).to_contain_text("more: group-")
@@ -157,10 +182,12 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
 
 
 async def test_values_in_the_table_and_the_tiles_have_their_units(browser: Browser) -> None:
-    async with house(1, speed=2.0) as home, opened(browser, home) as page:
+    async with gateway_fleet(1, speed=2.0) as home, opened(browser, home) as page:
         await busy(home, 8)
         await expect(page.locator("#rows td.num").nth(3)).to_have_text(re.compile(r"\d m?s"))
         for cell in await page.locator("#rows td.num").all_inner_texts():
             assert re.fullmatch(r"–|[0-9.k]+ (req|tok|%|ms|s)", cell), cell
         for tile in await page.locator("#totals dd").all_inner_texts():
-            assert re.match(r"–|[0-9.k]+ (req/s|tok/s|req|%|ms|s)(?= |$)", tile.replace("\n", " ")), tile
+            assert re.match(
+                r"–|[0-9.k]+ (req/s|tok/s|req|%|ms|s)(?= |$)", tile.replace("\n", " ")
+            ), tile

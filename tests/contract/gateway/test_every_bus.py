@@ -105,14 +105,14 @@ class Ear:
 @asynccontextmanager
 async def ears(medium: Medium, *names: bytes) -> AsyncIterator[list[Ear]]:
     async with AsyncExitStack() as stack:
-        found = []
+        connected = []
         for name in names:
             ear = Ear(medium.bus())
             await ear.bus.start(name, ear.deliver)
             stack.push_async_callback(ear.bus.stop)
-            found.append(ear)
-        await until(lambda: all(ear.bus.state(monotonic()).connected for ear in found))
-        yield found
+            connected.append(ear)
+        await until(lambda: all(ear.bus.state(monotonic()).connected for ear in connected))
+        yield connected
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -123,11 +123,11 @@ async def until(happened: Callable[[], bool]) -> None:
 
 async def test_what_one_says_all_others_hear_in_order_and_fresh(medium: Medium) -> None:
     async with ears(medium, ONE, TWO, THREE) as (one, two, three):
-        said = [f"said {number}".encode() for number in range(300)]
-        for frame in said:
+        frames = [f"said {number}".encode() for number in range(300)]
+        for frame in frames:
             one.bus.publish(frame)
         await until(lambda: len(two.heard) >= 300 and len(three.heard) >= 300)
-        assert two.heard == three.heard == said
+        assert two.heard == three.heard == frames
         assert max(two.ages) < 2.0
         state = two.bus.state(monotonic())
         assert (state.connected, state.staleness_s, state.gaps, medium.drops) == (True, 0.0, 0, [])
@@ -142,7 +142,9 @@ async def test_what_is_for_one_nobody_else_hears(medium: Medium) -> None:
         assert three.heard == [b"for all"]
 
 
-async def test_a_frame_of_any_bytes_and_of_the_greatest_length_comes_as_it_was_sent(medium: Medium) -> None:
+async def test_a_frame_of_any_bytes_and_of_the_greatest_length_comes_as_it_was_sent(
+    medium: Medium,
+) -> None:
     async with ears(medium, ONE, TWO) as (one, two):
         frames = [b"", bytes(range(256)), Random(3).randbytes(FRAME_CAP_BYTES)]
         for frame in frames:
@@ -159,7 +161,9 @@ async def test_a_longer_frame_is_never_sent_and_is_counted(medium: Medium) -> No
         assert (two.heard, medium.drops) == ([b"next"], ["too_long"])
 
 
-async def test_without_a_medium_publishing_neither_blocks_nor_fails_and_memory_is_bounded(medium: Medium) -> None:
+async def test_without_a_medium_publishing_neither_blocks_nor_fails_and_memory_is_bounded(
+    medium: Medium,
+) -> None:
     async with ears(medium, ONE, TWO) as (one, two):
         await medium.go()
         await until(lambda: not one.bus.state(monotonic()).connected)
@@ -182,7 +186,11 @@ async def test_a_medium_that_went_and_came_is_used_again_by_all(medium: Medium) 
         one.bus.publish(b"before")
         await until(lambda: two.heard == [b"before"])
         await medium.go()
-        await until(lambda: not (one.bus.state(monotonic()).connected or two.bus.state(monotonic()).connected))
+        await until(
+            lambda: (
+                not (one.bus.state(monotonic()).connected or two.bus.state(monotonic()).connected)
+            )
+        )
         one.bus.publish(b"own meanwhile")
         await medium.come()
         async with at_most(5.0):

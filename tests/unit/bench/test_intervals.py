@@ -22,8 +22,10 @@ def test_too_few_values_give_the_whole_range(values: list[float]) -> None:
 
 def test_about_95_percent_of_intervals_hold_the_true_median() -> None:
     rng = Random(5)
-    held = 0
+    holding = 0
     for _ in range(2_000):
         low, _, high = median_interval([rng.lognormvariate(0.0, 1.0) for _ in range(24)])
-        held += low <= 1.0 <= high
-    assert 0.95 <= held / 2_000 <= 0.99  # order statistics are conservative: 97.7 % for 24 values
+        holding += low <= 1.0 <= high
+    assert (
+        0.95 <= holding / 2_000 <= 0.99
+    )  # order statistics are conservative: 97.7 % for 24 values

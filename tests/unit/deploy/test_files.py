@@ -25,7 +25,11 @@ from gateway.util.units import duration_s
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "penstock"
-CONFIGS = (DEPLOY / "config/gateway.yaml", DEPLOY / "compose/config/gateway.yaml", DEPLOY / "kubernetes/gateway.yaml")
+CONFIGS = (
+    DEPLOY / "config/gateway.yaml",
+    DEPLOY / "compose/config/gateway.yaml",
+    DEPLOY / "kubernetes/gateway.yaml",
+)
 KEY = {"PENSTOCK_FLEET_KEY": "only-for-a-test-and-long"}
 SHUTDOWN_AND_S = 30.0
 """How long after timeouts.shutdown SIGKILL may come."""
@@ -63,17 +67,25 @@ def unit_settings(name: str) -> list[str]:
 def test_every_shipped_configuration_passes_the_check(path: Path) -> None:
     env = os.environ | KEY | {"TEAM_A_KEY": "sk-a-key-for-the-test"}
     doubts = {problem.path for problem in examine(path, env).warnings}
-    assert doubts <= {"listeners.admin.host"}  # in a container or pod others reach it: compose and policies say who
+    assert doubts <= {
+        "listeners.admin.host"
+    }  # in a container or pod others reach it: compose and policies say who
 
 
 def test_the_image_copies_files_that_exist_and_that_are_not_left_out() -> None:
-    taken = {line[1:] for line in (DEPLOY / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
-    copied = [line.split()[1:-1] for line in DOCKERFILE.splitlines() if re.match(r"COPY (?!--from)", line)]
+    ignored = {
+        line[1:]
+        for line in (DEPLOY / "docker/Dockerfile.dockerignore").read_text().split()
+        if line[0] == "!"
+    }
+    copied = [
+        line.split()[1:-1] for line in DOCKERFILE.splitlines() if re.match(r"COPY (?!--from)", line)
+    ]
     sources = [source for line in copied for source in line]
     assert sources
     assert all((ROOT / source).exists() for source in sources)
-    assert taken == set(sources)
-    assert {"gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= taken
+    assert ignored == set(sources)
+    assert {"gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= ignored
 
 
 def test_the_image_runs_a_command_that_exists_as_an_account_without_rights() -> None:
@@ -97,7 +109,7 @@ def images() -> Iterator[str]:
     yield from re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     yield from (service["image"] for service in COMPOSE["services"].values())
     yield read_yaml(CHART / "values.yaml")["image"]["repository"]
-    yield from (each["image"] for each in POD["containers"])
+    yield from (container["image"] for container in POD["containers"])
 
 
 def test_images_are_named_without_a_registry() -> None:
@@ -141,8 +153,11 @@ def test_compose_waits_for_services_that_tell_their_health() -> None:
 def test_compose_starts_a_fleet_that_has_the_gateways_endpoints() -> None:
     command = COMPOSE["services"]["fleet"]["command"]
     assert parsed(command) == "mock"
-    first, groups = int(command[command.index("--port") + 1]), int(command[command.index("--groups") + 1])
-    urls = {each.url for each in config_of(CONFIGS[1]).pools["chat"].endpoints}
+    first, groups = (
+        int(command[command.index("--port") + 1]),
+        int(command[command.index("--groups") + 1]),
+    )
+    urls = {endpoint.url for endpoint in config_of(CONFIGS[1]).pools["chat"].endpoints}
     assert urls == {f"http://fleet:{port}" for port in range(first, first + groups)}
 
 
@@ -163,26 +178,35 @@ def test_kustomize_names_every_manifest_and_nothing_else() -> None:
 def test_nobody_loses_patience_before_running_answers_had_their_time() -> None:
     compose, pods = config_of(CONFIGS[1]).timeouts.shutdown, config_of(CONFIGS[2]).timeouts.shutdown
     gateways = [COMPOSE["services"][name] for name in ("gateway-1", "gateway-2")]
-    assert {duration_s(each["stop_grace_period"]) for each in gateways} == {compose + SHUTDOWN_AND_S}
+    assert {duration_s(text["stop_grace_period"]) for text in gateways} == {
+        compose + SHUTDOWN_AND_S
+    }
     values = read_yaml(CHART / "values.yaml")
     assert POD["terminationGracePeriodSeconds"] == values["preStopSeconds"] + pods + SHUTDOWN_AND_S
     assert values["drainSeconds"] == pods
-    assert [float(each) for each in unit_settings("TimeoutStopSec")] == [pods + SHUTDOWN_AND_S]
-    assert values["preStopSeconds"] == POD["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+    assert [float(text) for text in unit_settings("TimeoutStopSec")] == [pods + SHUTDOWN_AND_S]
+    assert (
+        values["preStopSeconds"]
+        == POD["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        == 5
+    )
 
 
 def test_probes_tell_alive_from_ready_and_only_the_dead_are_restarted() -> None:
     container = POD["containers"][0]
-    asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
-    assert {kind: get["path"] for kind, get in asked.items()} == {
+    probes = {
+        kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")
+    }
+    assert {kind: get["path"] for kind, get in probes.items()} == {
         "startup": "/healthz",
         "readiness": "/readyz",
         "liveness": "/healthz",
     }
-    assert {get["port"] for get in asked.values()} == {"admin"}
+    assert {get["port"] for get in probes.values()} == {"admin"}
     patience_s = {
-        kind: container[f"{kind}Probe"]["periodSeconds"] * container[f"{kind}Probe"]["failureThreshold"]
-        for kind in asked
+        kind: container[f"{kind}Probe"]["periodSeconds"]
+        * container[f"{kind}Probe"]["failureThreshold"]
+        for kind in probes
     }
     assert patience_s["readiness"] < patience_s["liveness"] < patience_s["startup"]
 
@@ -190,18 +214,24 @@ def test_probes_tell_alive_from_ready_and_only_the_dead_are_restarted() -> None:
 def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_other() -> None:
     text = (CHART / "templates/_helpers.tpl").read_text()
     (sections,), (inside,) = (
-        re.findall(rf"pick {of} (.*?) -}}}}", text) for of in (r"\$config", r"\(default dict \$config\.observability\)")
+        re.findall(rf"pick {of} (.*?) -}}}}", text)
+        for of in (r"\$config", r"\(default dict \$config\.observability\)")
     )
-    picked = {*re.findall(r'"(\w+)"', sections), *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside))}
-    assert picked == set(AT_START) - {"reload.state_dir"}  # that one is the chart's own and never changes
+    picked = {
+        *re.findall(r'"(\w+)"', sections),
+        *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside)),
+    }
+    assert picked == set(AT_START) - {
+        "reload.state_dir"
+    }  # that one is the chart's own and never changes
 
 
 def test_scaling_asks_for_metrics_that_exist() -> None:
     text = (CHART / "templates/scaledobject.yaml").read_text() + (CHART / "values.yaml").read_text()
-    asked = set(re.findall(r"penstock_[a-z_]+", text))
+    metrics = set(re.findall(r"penstock_[a-z_]+", text))
     known = set(re.findall(r"penstock_[a-z_]+", Metrics().render().decode()))
-    assert {"penstock_inflight", "penstock_queued_tokens"} <= asked
-    assert asked <= known
+    assert {"penstock_inflight", "penstock_queued_tokens"} <= metrics
+    assert metrics <= known
 
 
 def test_the_unit_runs_commands_that_exist() -> None:
@@ -212,7 +242,9 @@ def test_the_unit_runs_commands_that_exist() -> None:
 
 
 @pytest.mark.parametrize("tool", ["nginx.conf", "haproxy.cfg", "envoy.yaml"])
-def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_first(tool: str) -> None:
+def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_first(
+    tool: str,
+) -> None:
     text = (DEPLOY / "proxies" / tool).read_text()
     config = config_of(DEPLOY / "config/gateway.yaml")
     settings = {
@@ -223,7 +255,9 @@ def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_
             r"HttpProtocolOptions\n.*idle_timeout: (\S+?)}",
         ),
     }
-    silent, idle = ([duration_s(each) for each in re.findall(pattern, text)] for pattern in settings[tool])
+    silent, idle = (
+        [duration_s(item) for item in re.findall(pattern, text)] for pattern in settings[tool]
+    )
     assert silent
     assert idle
     assert min(silent) > config.timeouts.first_byte
@@ -232,9 +266,15 @@ def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_
 
 def test_no_proxy_holds_tokens_back_or_takes_early_data() -> None:
     nginx, haproxy, envoy = (
-        (DEPLOY / "proxies" / name).read_text() for name in ("nginx.conf", "haproxy.cfg", "envoy.yaml")
+        (DEPLOY / "proxies" / name).read_text()
+        for name in ("nginx.conf", "haproxy.cfg", "envoy.yaml")
     )
-    for line in ("proxy_buffering off;", "gzip off;", "ssl_early_data off;", "proxy_request_buffering off;"):
+    for line in (
+        "proxy_buffering off;",
+        "gzip off;",
+        "ssl_early_data off;",
+        "proxy_request_buffering off;",
+    ):
         assert line in nginx
     assert "option http-no-delay" in haproxy
     assert not re.search(r"^[^#]*allow-0rtt", haproxy, re.MULTILINE)

@@ -20,8 +20,8 @@ def test_its_values_are_the_charts_and_their_configuration_passes_the_check(tmp_
     known = YAML(typ="safe").load((ROOT / "deploy/helm/penstock/values.yaml").read_text())
     assert values.keys() <= known.keys()
     (tmp_path / "secrets").mkdir()
-    for each in values["secrets"]["files"]:
-        (tmp_path / "secrets" / each["file"]).write_text(f"a-secret-of-{each['file']}-long-enough")
+    for item in values["secrets"]["files"]:
+        (tmp_path / "secrets" / item["file"]).write_text(f"a-secret-of-{item['file']}-long-enough")
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump({"version": 1, **values["config"]}, file)
     assert examine(tmp_path / "gateway.yaml", os.environ).warnings == ()

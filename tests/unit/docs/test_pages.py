@@ -38,8 +38,25 @@ PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
 WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
 """By hand, that is: the others are compared with the code (tests/unit/tools/test_docgen.py)."""
-ROOMS = ("docs", "gateway", "policies", "kvtransfer", "mockgpu", "planner", "deploy", "tests", "tools", "bench")
-NOT_COMMANDS = {"--enable-prompt-tokens-details", "--load-format", "--enable-feature", "--ahead", "--functions"}
+ROOMS = (
+    "docs",
+    "gateway",
+    "policies",
+    "kvtransfer",
+    "mockgpu",
+    "planner",
+    "deploy",
+    "tests",
+    "tools",
+    "bench",
+)
+NOT_COMMANDS = {
+    "--enable-prompt-tokens-details",
+    "--load-format",
+    "--enable-feature",
+    "--ahead",
+    "--functions",
+}
 """Options in running text that belong to an engine, to Prometheus, or to a bench."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
 
@@ -49,8 +66,8 @@ each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
 
 def blocks(text: str, *languages: str) -> list[str]:
     """The fenced blocks of these languages."""
-    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
-    return [body for language, body in found if language in languages]
+    matches = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
+    return [body for language, body in matches if language in languages]
 
 
 def inline(text: str) -> list[str]:
@@ -68,9 +85,19 @@ def anchors(text: str) -> set[str]:
 def kept() -> set[str]:
     """Files and folders that a fresh checkout has: what was built beside them is not there for a newcomer. Without git
     they cannot be told apart, and all count."""
-    asked = ("git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
-    names = listed.stdout.splitlines() or map(str, (path.relative_to(ROOT) for path in ROOT.rglob("*")))
+    command_line = (
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    )
+    listed = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = listed.stdout.splitlines() or map(
+        str, (path.relative_to(ROOT) for path in ROOT.rglob("*"))
+    )
     files = [Path(name) for name in names]
     return {str(path) for file in files for path in (file, *file.parents)}
 
@@ -107,33 +134,39 @@ def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
 
 def test_the_architecture_names_every_module_of_the_gateway_or_the_folder_that_it_is_in() -> None:
     page = PAGES["docs/architecture.md"]
-    below = [path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))]
-    told = set(re.findall(r"\b\w+\.py\b", page))
+    below = [
+        path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))
+    ]
+    mentioned = set(re.findall(r"\b\w+\.py\b", page))
     folders = set(re.findall(r"`(\w+)/`(?!:)", page))  # with a colon its files follow
-    assert [str(path) for path in below if path.name not in told and path.parts[0] not in folders] == []
+    assert [
+        str(path) for path in below if path.name not in mentioned and path.parts[0] not in folders
+    ] == []
 
 
 @cache
 def sources() -> Mapping[str, str]:
     """Python by what holds it: a module's own name, and the names of its classes."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = path.read_text()
         for name in (path.stem, *re.findall(r"^class (\w+)", text, re.M)):
-            found[name] = found.get(name, "") + text
-    return found
+            result[name] = result.get(name, "") + text
+    return result
 
 
 def is_code(word: str) -> bool:
     """Whether `serve._enter` or `Relay.feed` is something that its module or class has."""
     holder, _, name = word.partition(".")
-    made = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
-    return re.search(made, sources().get(holder, ""), re.M) is not None
+    pattern = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
+    return re.search(pattern, sources().get(holder, ""), re.M) is not None
 
 
 @each_written_page
 def test_everything_it_names_of_a_class_is_there(name: str) -> None:
-    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"[A-Z]\w+\.\w+", word))}
+    named = {
+        match[0] for word in inline(PAGES[name]) if (match := re.match(r"[A-Z]\w+\.\w+", word))
+    }
     assert sorted(word for word in named if not is_code(word)) == []
 
 
@@ -153,8 +186,10 @@ def typed(text: str) -> Iterator[str]:
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
     for block in blocks(text, "", "sh", "console"):
         for line in block.replace("\\\n", " ").splitlines():
-            if found := re.match(r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line):
-                yield re.split(r"\s\d?[#>|&;]", found[1])[0].strip()
+            if match := re.match(
+                r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line
+            ):
+                yield re.split(r"\s\d?[#>|&;]", match[1])[0].strip()
 
 
 COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in typed(text)})
@@ -165,22 +200,27 @@ def test_every_command_it_shows_takes_these_options(name: str, line: str) -> Non
     called, *arguments = shlex.split(line)[1:]
     assert command(called) is not None
     there = str(ROOT / "README.md")
-    given = [there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", each) else each for each in arguments]
-    if not given:  # the command is only spoken of
+    values = [
+        there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", argument) else argument
+        for argument in arguments
+    ]
+    if not values:  # the command is only spoken of
         return
-    command(called).make_context(called, ["3" if each == "N" else each for each in given]).close()
+    command(called).make_context(
+        called, ["3" if argument == "N" else argument for argument in values]
+    ).close()
 
 
 @cache
 def options() -> frozenset[str]:
     group: Any = typer.main.get_command(app)
-    found = {each for name in group.list_commands(None) for each in command(name).params}
-    return frozenset(option for each in found for option in (*each.opts, *each.secondary_opts))
+    params = {param for name in group.list_commands(None) for param in command(name).params}
+    return frozenset(option for param in params for option in (*param.opts, *param.secondary_opts))
 
 
 @each_written_page
 def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
-    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"--[a-z-]+", word))}
+    named = {match[0] for word in inline(PAGES[name]) if (match := re.match(r"--[a-z-]+", word))}
     assert sorted(named - options() - NOT_COMMANDS) == []
 
 
@@ -188,7 +228,9 @@ def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
 def test_every_make_target_it_names_is_there(name: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     shown = "\n".join(blocks(PAGES[name], "", "sh"))
-    named = {found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z0-9-]+)", word))}
+    named = {
+        match[1] for word in inline(PAGES[name]) if (match := re.match(r"make ([a-z0-9-]+)", word))
+    }
     named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
 
@@ -200,16 +242,26 @@ def test_every_make_target_it_names_is_there(name: str) -> None:
 def series() -> frozenset[str]:
     """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
     return frozenset(
-        re.findall(r"penstock_\w+", (Metrics().render() + page(Figures().readings(), exemplars=False)).decode())
+        re.findall(
+            r"penstock_\w+",
+            (Metrics().render() + page(Figures().readings(), exemplars=False)).decode(),
+        )
     )
 
 
 @each_written_page
 def test_every_metric_it_names_is_told(name: str) -> None:
     named = set(re.findall(r"`(penstock_[a-z_]+)", PAGES[name]))
-    families = {each for each in named if each.endswith("_")}
+    families = {name for name in named if name.endswith("_")}
     assert sorted(named - families - series()) == []
-    assert sorted(each for each in families if not any(told.startswith(each) for told in series())) == []
+    assert (
+        sorted(
+            name
+            for name in families
+            if not any(series_name.startswith(name) for series_name in series())
+        )
+        == []
+    )
 
 
 @cache
@@ -220,7 +272,11 @@ def key_paths() -> frozenset[tuple[str, ...]]:
     def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if "$ref" in node:
             yield from below(schema["$defs"][node["$ref"].rsplit("/", 1)[-1]], way)
-        for inner in (*node.get("anyOf", ()), *filter(None, [node.get("items")]), node.get("additionalProperties")):
+        for inner in (
+            *node.get("anyOf", ()),
+            *filter(None, [node.get("items")]),
+            node.get("additionalProperties"),
+        ):
             if isinstance(inner, dict):
                 yield from below(inner, way)
         for inner in node.get("patternProperties", {}).values():
@@ -234,11 +290,22 @@ def key_paths() -> frozenset[tuple[str, ...]]:
 
 @each_written_page
 def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
-    ends = {way[at:] for way in key_paths() for at in range(len(way))}
+    ends = {way[index:] for way in key_paths() for index in range(len(way))}
     sections = {way[-2] for way in key_paths() if len(way) > 1}
-    dotted = [word for word in inline(PAGES[name]) if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)]
-    ways = {word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each] for word in dotted}
-    named = {word: tuple(way) for word, way in ways.items() if way[0] in sections and way[-1] not in SUFFIXES}
+    dotted = [
+        word
+        for word in inline(PAGES[name])
+        if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)
+    ]
+    ways = {
+        word: [part.removesuffix("[]") for part in word.split(".") if "*" not in part]
+        for word in dotted
+    }
+    named = {
+        word: tuple(way)
+        for word, way in ways.items()
+        if way[0] in sections and way[-1] not in SUFFIXES
+    }
     named = {word: way for word, way in named.items() if not is_code(word)}
     without_name = {
         word: way[:1] + way[2:] if len(way) > 2 else way for word, way in named.items()
@@ -269,18 +336,24 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize(("name", "block"), SNIPPETS)
-def test_every_configuration_it_shows_passes_the_check(name: str, block: str, tmp_path: Path) -> None:
+def test_every_configuration_it_shows_passes_the_check(
+    name: str, block: str, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("long-enough-for-everybody")
     if "tls/server.pem" in block:
         Authority(tmp_path / "tls").issue("server", "localhost")
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump(completed(part), file)
-    loaded = examine_text((tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ)
+    loaded = examine_text(
+        (tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ
+    )
     assert loaded.warnings == ()
 
 
-PYTHON = [(name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")]
+PYTHON = [
+    (name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")
+]
 
 
 @pytest.mark.parametrize(("name", "block"), PYTHON)
@@ -288,7 +361,7 @@ def test_python_it_shows_is_python_and_imports_what_there_is(name: str, block: s
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS:
             module = importlib.import_module(node.module)
-            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the_next() -> None:
@@ -309,20 +382,28 @@ def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the
 # Parameters
 
 TOLD = {
-    found[1]: found[2]
-    for found in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
-    if found[1] in {*registry.names(), *admission_registry.names()} and "`" in found[2]
+    match[1]: match[2]
+    for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
+    if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
 }
 """The last cells of tables of rules: a parameter and its default, and so on."""
 
 
 @pytest.mark.parametrize("rule", sorted(TOLD))
 def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
-    kinds = [each.params_type(rule) for each in (registry, admission_registry) if rule in each.names()]
-    defaults = {name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()}
-    told = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
-    assert told.keys() <= defaults.keys()
-    assert {name: float(value) for name, value in told.items()} == {name: defaults[name] for name in told}
+    kinds = [
+        source.params_type(rule)
+        for source in (registry, admission_registry)
+        if rule in source.names()
+    ]
+    defaults = {
+        name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()
+    }
+    documented = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
+    assert documented.keys() <= defaults.keys()
+    assert {name: float(value) for name, value in documented.items()} == {
+        name: defaults[name] for name in documented
+    }
 
 
 @pytest.mark.parametrize(
@@ -333,8 +414,13 @@ def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
         ("docs/how-the-price-works.md", r"## The knobs.*", "priced"),
     ],
 )
-def test_a_table_of_parameters_has_all_of_them_and_their_defaults(page: str, section: str, rule: str) -> None:
+def test_a_table_of_parameters_has_all_of_them_and_their_defaults(
+    page: str, section: str, rule: str
+) -> None:
     part = re.search(section, PAGES[page], re.S)
     assert part
-    told = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)}
-    assert told == msgspec.structs.asdict(registry.params_type(rule)())
+    documented = {
+        name: float(value)
+        for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)
+    }
+    assert documented == msgspec.structs.asdict(registry.params_type(rule)())

@@ -14,16 +14,16 @@ SECONDS = 600
 
 def samples(value: Callable[[int], float]) -> list[Point]:
     """One a second for ten minutes."""
-    return [(float(at), value(at)) for at in range(SECONDS)]
+    return [(float(second), value(second)) for second in range(SECONDS)]
 
 
 @pytest.mark.parametrize("per_s", [-3.0, 0.0, 20.0])
 def test_a_line_under_noise_is_found_and_lies_in_its_range(per_s: float) -> None:
     rng = Random(2)
-    found = slope(samples(lambda at: 1e6 + per_s * at + rng.expovariate(1 / 500)))
-    assert found.per_s == pytest.approx(per_s, abs=0.5)
-    assert found.low <= per_s <= found.high
-    assert found.high - found.low < 2.0
+    result = slope(samples(lambda at: 1e6 + per_s * at + rng.expovariate(1 / 500)))
+    assert result.per_s == pytest.approx(per_s, abs=0.5)
+    assert result.low <= per_s <= result.high
+    assert result.high - result.low < 2.0
 
 
 def test_what_requests_in_flight_hold_for_a_while_is_not_growth() -> None:
@@ -31,9 +31,9 @@ def test_what_requests_in_flight_hold_for_a_while_is_not_growth() -> None:
 
 
 def test_one_early_step_is_not_growth() -> None:
-    found = slope(samples(lambda at: 100.0 if at < 60 else 200.0))
-    assert found.per_s == 0.0
-    assert found.high >= 0.0
+    result = slope(samples(lambda at: 100.0 if at < 60 else 200.0))
+    assert result.per_s == 0.0
+    assert result.high >= 0.0
 
 
 def test_a_bin_is_as_low_as_its_lowest_sample() -> None:

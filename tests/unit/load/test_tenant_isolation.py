@@ -19,8 +19,8 @@ def test_an_area_counts_pairs_in_order_and_ties_by_half() -> None:
 def test_an_interval_holds_the_true_area_nineteen_times_in_twenty() -> None:
     rng, within = Random(5), 0
     for _ in range(400):
-        found = area([rng.gauss(1, 1) for _ in range(60)], [rng.gauss(0, 1) for _ in range(60)])
-        within += found.low <= 0.7602 <= found.high  # of two normals one deviation apart
+        result = area([rng.gauss(1, 1) for _ in range(60)], [rng.gauss(0, 1) for _ in range(60)])
+        within += result.low <= 0.7602 <= result.high  # of two normals one deviation apart
     assert within / 400 == pytest.approx(0.95, abs=0.035)
 
 

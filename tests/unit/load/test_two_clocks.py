@@ -16,9 +16,12 @@ LOG = """
 
 
 def test_how_well_first_tokens_were_foreseen_counts_from_the_pick_and_over_streams_alone() -> None:
-    seen = foreseen_by(LOG.strip())
-    assert seen is not None
-    assert (seen.mape, seen.median) == (pytest.approx((0.1 + 0.5 + 0.04) / 3), pytest.approx(0.1))
+    forecast = foreseen_by(LOG.strip())
+    assert forecast is not None
+    assert (forecast.mape, forecast.median) == (
+        pytest.approx((0.1 + 0.5 + 0.04) / 3),
+        pytest.approx(0.1),
+    )
 
 
 def test_a_policy_without_beliefs_foresees_nothing() -> None:

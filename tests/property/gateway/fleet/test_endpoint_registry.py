@@ -40,7 +40,9 @@ class Table(RuleBasedStateMachine):
         self.metrics = Metrics()
         self.current = config({"a": [0, 1]}, 4)
         outbox = Outbox(self.loop)
-        self.table = EndpointTable(self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox)
+        self.table = EndpointTable(
+            self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox
+        )
         self.adoption = self.table.plan(self.current)
         self.table.adopt(self.adoption)
         self.open: list[tuple[LiveEndpoint, Booking]] = []
@@ -51,9 +53,14 @@ class Table(RuleBasedStateMachine):
         assert all(live.load.in_flight == 0 for live in self.table.all())
         self.loop.close()
 
-    @rule(places=st.lists(st.sampled_from(["a", "b", "-"]), min_size=5, max_size=5), cap=st.integers(1, 9))
+    @rule(
+        places=st.lists(st.sampled_from(["a", "b", "-"]), min_size=5, max_size=5),
+        cap=st.integers(1, 9),
+    )
     def adopt(self, places: list[str], cap: int) -> None:
-        pools = {name: [n for n, place in enumerate(places) if place == name] for name in ("a", "b")}
+        pools = {
+            name: [n for n, place in enumerate(places) if place == name] for name in ("a", "b")
+        }
         if not any(pools.values()):
             return
         self.current = config(pools, cap)
@@ -69,7 +76,7 @@ class Table(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99))
     def book(self, number: int) -> None:
-        candidates = [each for members in self.adoption.pools.values() for each in members]
+        candidates = [member for members in self.adoption.pools.values() for member in members]
         chosen = candidates[number % len(candidates)]
         pick = Pick(chosen, 0, 0.0, 1, "test")
         live = next(live for live in self.table.all() if live.load is chosen.load)
@@ -100,13 +107,19 @@ class Table(RuleBasedStateMachine):
 
     @invariant()
     def those_of_the_configuration_stay_and_all_others_leave(self) -> None:
-        wanted = {(pool, each.url) for pool, spec in self.current.pools.items() for each in spec.endpoints}
-        staying = {(live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving}
+        wanted = {
+            (pool, endpoint.url)
+            for pool, spec in self.current.pools.items()
+            for endpoint in spec.endpoints
+        }
+        staying = {
+            (live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving
+        }
         assert staying == wanted
         for pool, members in self.adoption.pools.items():
             cap = self.current.pools[pool].endpoints[0].max_concurrency
-            assert all(each.endpoint.max_concurrency == cap for each in members)
-            assert any(each.load.available for each in members)
+            assert all(member.endpoint.max_concurrency == cap for member in members)
+            assert any(member.load.available for member in members)
 
 
 TestTable = Table.TestCase

@@ -49,7 +49,12 @@ WORDS = (
 )
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=4).map(b"".join)
 EVENTS = st.one_of(
-    st.builds(lambda start, text, end: start + text + end, st.sampled_from(STARTS), TEXTS, st.sampled_from(ENDS)),
+    st.builds(
+        lambda start, text, end: start + text + end,
+        st.sampled_from(STARTS),
+        TEXTS,
+        st.sampled_from(ENDS),
+    ),
     st.sampled_from([b"data: [DONE]\n\n", b": ping\n\n", b"data: {"]),
 )
 USUAL = STARTS[0] + b"hello" + ENDS[0]
@@ -61,14 +66,27 @@ def chunk(payload: bytes) -> bytes:
 
 def told(relay: Relay, pieces: list[bytes]) -> list[object]:
     """All that can be seen of a relay while it is fed, and what it makes of the answer."""
-    seen: list[object] = []
+    observed: list[object] = []
     try:
         for now, piece in enumerate(pieces):
             if relay.state is not State.DONE:
-                seen += [relay.feed(piece, float(now)), relay.events, relay.bytes_out, relay.last_at, relay.at_seam]
+                observed += [
+                    relay.feed(piece, float(now)),
+                    relay.events,
+                    relay.bytes_out,
+                    relay.last_at,
+                    relay.at_seam,
+                ]
     except UpstreamBroke as error:
-        seen.append(error.kind)
-    return [*seen, relay.first_token_at, relay.usage, relay.finish_reason, relay.failed_in_stream, relay.state]
+        observed.append(error.kind)
+    return [
+        *observed,
+        relay.first_token_at,
+        relay.usage,
+        relay.finish_reason,
+        relay.failed_in_stream,
+        relay.state,
+    ]
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -84,16 +102,28 @@ def test_what_a_relay_tells_is_the_same_whether_it_goes_by_likeness_or_not(
     kind: str, events: list[bytes], cuts: list[int], ended: bool
 ) -> None:
     """Events in chunks of their own, read one by one, but for a few cuts anywhere. Who counts gaps looks at each."""
-    pieces = [HEAD + chunk(USUAL), *(chunk(event) for event in events), b"0\r\n\r\n" if ended else b""]
+    pieces = [
+        HEAD + chunk(USUAL),
+        *(chunk(event) for event in events),
+        b"0\r\n\r\n" if ended else b"",
+    ]
     wire = b"".join(pieces)
-    edges = sorted({*itertools.accumulate(len(piece) for piece in pieces), *(min(cut, len(wire)) for cut in cuts), 0})
+    edges = sorted(
+        {
+            *itertools.accumulate(len(piece) for piece in pieces),
+            *(min(cut, len(wire)) for cut in cuts),
+            0,
+        }
+    )
     read = [wire[a:b] for a, b in itertools.pairwise(edges)]
     looking = Relay(b"", gaps=Histogram((1.0,)), **KINDS[kind]())
     assert told(Relay(b"", **KINDS[kind]()), read) == told(looking, read)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_passes_as_it_came_passes_unread(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_passes_as_it_came_passes_unread(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[bool] = []
     unwatched = Likeness.fits
 

@@ -15,25 +15,25 @@ import pytest
 
 from gateway.admin import live_stream as hubs
 from gateway.admin.live_pages import FILES
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S
 
 OWN = [name for name in FILES if name.endswith((".html", ".css", ".js")) and not name.startswith("uplot")]
 SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|srcdoc|\beval\(|new Function"
 
 
-async def get(home: House, path: str, **headers: str) -> tuple[int, str, aiohttp.typedefs.LooseHeaders]:
+async def get(home: GatewayFleet, path: str, **headers: str) -> tuple[int, str, aiohttp.typedefs.LooseHeaders]:
     async with home.http.get(home.app.admin_url + path, headers=headers) as answer:
         return answer.status, await answer.text(), answer.headers
 
 
-async def live(home: House) -> dict[str, Any]:
+async def live(home: GatewayFleet) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((await get(home, "/live"))[1])
     return found
 
 
 @asynccontextmanager
-async def watching(home: House) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+async def watching(home: GatewayFleet) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
     async with home.http.get(home.app.admin_url + "/live/stream") as answer:
         assert answer.status == 200
 
@@ -46,7 +46,7 @@ async def watching(home: House) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
 
 
 async def test_the_page_and_its_parts_come_with_their_walls_and_nothing_else_is_served() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         for path in ("/", *(f"/web/{name}" for name in FILES)):
             status, _, headers = await get(home, path)
             assert status == 200, path
@@ -62,7 +62,7 @@ async def test_the_page_and_its_parts_come_with_their_walls_and_nothing_else_is_
 
 
 async def test_the_page_has_no_inline_script_and_asks_nobody_else() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         text = (await get(home, "/"))[1]
         assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", text)
         for name in OWN:
@@ -80,7 +80,7 @@ def test_scripts_set_text_as_text_and_import_only_what_is_served(name: str) -> N
 
 async def test_the_value_tells_of_requests_endpoints_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "FRESH_S", -1.0)  # asked again at once, the gateway would show what it showed
-    async with house(2, pool={"policy": "prefix_aware"}) as home:
+    async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as home:
         before = await live(home)
         assert before["totals"]["goodput"] == []
         for _ in range(6):
@@ -115,7 +115,7 @@ async def test_the_value_tells_of_requests_endpoints_and_pools(monkeypatch: pyte
 
 async def test_a_group_that_is_killed_is_seen_within_two_seconds() -> None:
     loop = asyncio.get_running_loop()
-    async with house(3) as home, watching(home) as frames:
+    async with gateway_fleet(3) as home, watching(home) as frames:
         victim = home.app.gateway.endpoints.all()[1].endpoint.name
         assert (await anext(frames))["why"] == []
         home.groups[1].faults.set("refuse")
@@ -133,7 +133,7 @@ async def test_a_group_that_is_killed_is_seen_within_two_seconds() -> None:
 
 async def test_streams_end_with_the_gateway_and_hold_its_end_up_no_longer_than_a_frame() -> None:
     loop = asyncio.get_running_loop()
-    async with house(1) as home, watching(home) as frames:
+    async with gateway_fleet(1) as home, watching(home) as frames:
         await anext(frames)
         began = loop.time()
         await home.app.stop()
@@ -142,7 +142,7 @@ async def test_streams_end_with_the_gateway_and_hold_its_end_up_no_longer_than_a
 
 async def test_more_watchers_than_there_is_room_for_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "MOST_WATCHERS", 1)
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         async with watching(home) as frames:
             await anext(frames)
             status, _, headers = await get(home, "/live/stream")
@@ -152,13 +152,13 @@ async def test_more_watchers_than_there_is_room_for_are_sent_away(monkeypatch: p
                 await asyncio.sleep(0.05)
 
 
-async def get_status(home: House) -> int:
+async def get_status(home: GatewayFleet) -> int:
     async with home.http.get(home.app.admin_url + "/live/stream") as answer:
         return answer.status
 
 
 async def test_a_drained_endpoint_gets_nothing_new_until_it_is_brought_back() -> None:
-    async with house(2) as home:
+    async with gateway_fleet(2) as home:
         names = [each.endpoint.name for each in home.app.gateway.endpoints.all()]
         post = home.http.post
         async with post(f"{home.app.admin_url}/endpoints/{names[0]}/drain") as answer:
@@ -175,7 +175,7 @@ async def test_a_drained_endpoint_gets_nothing_new_until_it_is_brought_back() ->
 
 
 async def test_draining_needs_the_admin_key_and_no_other_sites_page_may_ask_for_it() -> None:
-    async with house(1, admin={"key": "an-admin-key"}) as home:
+    async with gateway_fleet(1, admin={"key": "an-admin-key"}) as home:
         path = f"{home.app.admin_url}/endpoints/{home.app.gateway.endpoints.all()[0].endpoint.name}/drain"
         key = {"Authorization": "Bearer an-admin-key"}
         for headers, status in (

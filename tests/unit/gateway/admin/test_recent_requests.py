@@ -12,7 +12,7 @@ from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
 from gateway.protocol.stream_scan import Usage
 from gateway.telemetry.explain import Explained
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 def ended(number: int, outcome: str = "served", kept: str = "met") -> Exchange:
@@ -77,13 +77,13 @@ def test_a_query_is_passed_to_workers_as_it_was_read() -> None:
         read_query({"problems": "yes"})
 
 
-async def listed(home: House, query: str = "") -> tuple[int, Any]:
+async def listed(home: GatewayFleet, query: str = "") -> tuple[int, Any]:
     async with home.http.get(f"{home.app.admin_url}/requests{query}") as answer:
         return answer.status, json.loads(await answer.text())
 
 
 async def test_a_gateways_requests_are_listed_with_their_numbers_and_without_their_text() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         served = await home.ask(prompt="what only the client knows", tokens=6)
         home.groups[0].faults.set("5xx")
         await home.ask(prompt="what only the client knows")

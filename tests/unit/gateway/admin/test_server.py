@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from gateway.telemetry.accounting import AccessLine
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.unit.gateway.disagg.halves import front, holds
 
 CANARY = "canary-5f2e9c"
 
 
-async def everything(home: House) -> str:
+async def everything(home: GatewayFleet) -> str:
     """All that the admin listener says."""
     said = ""
     for path in ("/healthz", "/readyz", "/metrics", "/endpoints", "/config"):
@@ -28,7 +28,7 @@ async def everything(home: House) -> str:
 async def test_no_key_is_told_by_any_page_or_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "access.log"
     tenants = [{"name": "acme", "key": f"tenant-{CANARY}"}]
-    async with house(1, tenants=tenants, observability={"access_log": str(log)}) as home:
+    async with gateway_fleet(1, tenants=tenants, observability={"access_log": str(log)}) as home:
         home.http.headers["Authorization"] = f"Bearer tenant-{CANARY}"
         assert (await home.ask(prompt=f"prompt-{CANARY}")).fate == "ok"
         home.http.headers["Authorization"] = f"Bearer wrong-{CANARY}"
@@ -41,7 +41,7 @@ async def test_no_key_is_told_by_any_page_or_line(tmp_path: Path, caplog: pytest
 
 async def test_every_request_leaves_one_line_that_reads_back(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
-    async with house(2, observability={"access_log": str(log)}) as home:
+    async with gateway_fleet(2, observability={"access_log": str(log)}) as home:
         home.groups[0].faults.set("5xx")
         for _ in range(4):
             await home.ask(stream=False)
@@ -58,13 +58,13 @@ async def test_every_request_leaves_one_line_that_reads_back(tmp_path: Path) -> 
         assert len(known) == 9
 
 
-async def ready(home: House) -> tuple[int, str]:
+async def ready(home: GatewayFleet) -> tuple[int, str]:
     async with home.http.get(home.app.admin_url + "/readyz") as answer:
         return answer.status, await answer.text()
 
 
 async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drains() -> None:
-    async with house(2) as home:
+    async with gateway_fleet(2) as home:
         endpoints = home.app.gateway.endpoints
         first, second = endpoints.all()
         endpoints.drain(first, wanted=True)
@@ -95,7 +95,7 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(role
 
 
 async def test_the_endpoints_page_tells_loads_and_health() -> None:
-    async with house(2) as home, home.http.get(home.app.admin_url + "/endpoints") as answer:
+    async with gateway_fleet(2) as home, home.http.get(home.app.admin_url + "/endpoints") as answer:
         found = (await answer.json())["endpoints"]
         assert [each["available"] for each in found] == [True, True]
         assert {each["state"] for each in found} == {"up"}
@@ -103,7 +103,7 @@ async def test_the_endpoints_page_tells_loads_and_health() -> None:
 
 
 async def test_the_admin_listener_changes_nothing_and_the_api_listener_tells_nothing() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         for path in ("/config", "/endpoints", "/metrics"):
             async with home.http.post(home.app.admin_url + path) as answer:
                 assert answer.status == 405

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.fleet.endpoint_registry import described
 from mockgpu.chaos_server import open_door
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 class Broken:
     """A gateway before two mocks with a door, and a hand that types."""
 
-    def __init__(self, home: House, door: int) -> None:
+    def __init__(self, home: GatewayFleet, door: int) -> None:
         self.home = home
         self.door = f"http://127.0.0.1:{door}"
 
@@ -35,7 +35,7 @@ class Broken:
 @pytest.fixture
 async def broken() -> AsyncIterator[Broken]:
     async with AsyncExitStack() as stack:
-        home = await stack.enter_async_context(house(2))
+        home = await stack.enter_async_context(gateway_fleet(2))
         port = await stack.enter_async_context(open_door(home.groups, 0))
         for name, live in zip("ab", home.app.gateway.endpoints.all(), strict=True):
             spec = live.spec.model_copy(update={"name": name, "labels": {"chaos": f"127.0.0.1:{port}"}})

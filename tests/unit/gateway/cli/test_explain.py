@@ -8,10 +8,10 @@ import json
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from tests.chaos.house import Answer, House, house
+from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 
 
-async def typed(home: House, *words: str) -> tuple[int, str]:
+async def typed(home: GatewayFleet, *words: str) -> tuple[int, str]:
     words = ("explain", *words, "--admin", home.app.admin_url)
     done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
     return done.exit_code, done.output
@@ -22,7 +22,7 @@ def id_of(answer: Answer) -> str:
 
 
 async def test_a_request_is_told_from_its_promise_to_its_outcome() -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home:
+    async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as home:
         code, said = await typed(home)
         assert (code, "last: no such request" in said) == (1, True)
         answer = await home.ask(prompt="why there " * 100)
@@ -42,7 +42,7 @@ async def test_a_request_is_told_from_its_promise_to_its_outcome() -> None:
 
 
 async def test_a_refusal_and_an_unknown_id_are_told_too() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         home.groups[0].faults.set("5xx")
         answer = await home.ask()
         code, said = await typed(home, id_of(answer))

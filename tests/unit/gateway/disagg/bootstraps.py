@@ -15,12 +15,14 @@ class Asks(list[str]):
 
 
 @asynccontextmanager
-async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, Asks]]:
+async def bootstrap_server(
+    pages: list[bytes], gate: asyncio.Event | None = None
+) -> AsyncIterator[tuple[str, Asks]]:
     """Its address and what it was asked; each page once, the last for ever, an empty one is silence.
 
     It answers when `gate` is open, if there is one.
     """
-    asked, answering = Asks(), set[asyncio.Task[None]]()
+    asks, answering = Asks(), set[asyncio.Task[None]]()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         if gate is not None:
@@ -33,15 +35,15 @@ async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                asked.append(head.split(b"\r\n", 1)[0].decode())
+                asks.append(head.split(b"\r\n", 1)[0].decode())
                 answering.add(asyncio.ensure_future(answer(writer)))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            asked.hung_up += 1
+            asks.hung_up += 1
             writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asks
     finally:
         server.close()
         for task in answering:

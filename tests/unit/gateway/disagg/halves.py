@@ -53,7 +53,10 @@ class Asked:
     @property
     def headers(self) -> dict[str, str]:
         lines = self.head.decode("latin-1").split("\r\n")[1:]
-        return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        return {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines if line)
+        }
 
     @property
     def json(self) -> Any:
@@ -61,14 +64,24 @@ class Asked:
 
     def say(self, body: object, status: int = 200, kind: bytes = b"application/json") -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (status, kind, len(raw))
+        head = b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (
+            status,
+            kind,
+            len(raw),
+        )
         self.writer.write(head + raw)
 
     def open_stream(self) -> None:
-        self.writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        self.writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
 
     def event(self, event: object) -> None:
-        raw = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+        raw = (
+            b"data: "
+            + (event if isinstance(event, bytes) else json.dumps(event).encode())
+            + b"\n\n"
+        )
         self.writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
 
     def end_stream(self) -> None:
@@ -139,28 +152,36 @@ class Half:
                 if head.startswith(b"GET"):
                     self._ordinary(head, writer)
                     continue
-                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-                asked = Asked(head, await reader.readexactly(int(length[15:])), writer)
-                here.append(asked)
-                self.asked.append(asked)
+                length = next(
+                    line
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length:")
+                )
+                request = Asked(head, await reader.readexactly(int(length[15:])), writer)
+                here.append(request)
+                self.asked.append(request)
                 self.came.set()
-                telling.add(asyncio.ensure_future(self._tell(asked)))
+                telling.add(asyncio.ensure_future(self._tell(request)))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self._writers.discard(writer)
-            for asked in here:
-                asked.closed_at = asked.closed_at or monotonic()
-                asked.closed.set()
+            for request in here:
+                request.closed_at = request.closed_at or monotonic()
+                request.closed.set()
             for task in telling:
                 task.cancel()
             writer.close()
 
-    async def _tell(self, asked: Asked) -> None:
-        await self.script(asked)
+    async def _tell(self, request: Asked) -> None:
+        await self.script(request)
 
     def _ordinary(self, head: bytes, writer: asyncio.StreamWriter) -> None:
-        body = json.dumps({"object": "list", "data": [{"id": MODEL}]}).encode() if b"/v1/models" in head else b""
+        body = (
+            json.dumps({"object": "list", "data": [{"id": MODEL}]}).encode()
+            if b"/v1/models" in head
+            else b""
+        )
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
@@ -170,16 +191,22 @@ class Half:
 def prefills(handoff: object = OBJECT, **members: Any) -> Script:
     """Answers with one token and the object."""
 
-    async def script(asked: Asked) -> None:
+    async def script(request: Asked) -> None:
         usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
-        choice = {"index": 0, "message": {"role": "assistant", "content": "one"}, "finish_reason": "length"}
-        told = {"kv_transfer_params": handoff} if handoff is not None else {}
-        asked.say({"id": "p", "model": MODEL, "choices": [choice], "usage": usage, **told, **members})
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "one"},
+            "finish_reason": "length",
+        }
+        params = {"kv_transfer_params": handoff} if handoff is not None else {}
+        request.say(
+            {"id": "p", "model": MODEL, "choices": [choice], "usage": usage, **params, **members}
+        )
 
     return script
 
 
-async def decodes(asked: Asked) -> None:
+async def decodes(request: Asked) -> None:
     """Answers with TEXT, as asked: events or one object."""
     usage = {
         "prompt_tokens": 9,
@@ -187,54 +214,60 @@ async def decodes(asked: Asked) -> None:
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 8},
     }
-    if asked.json.get("stream"):
-        asked.open_stream()
+    if request.json.get("stream"):
+        request.open_stream()
         for word in TEXT:
-            asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": word}}]})
-        if asked.json.get("stream_options"):
-            asked.event({"model": MODEL, "choices": [], "usage": usage})
-        asked.end_stream()
+            request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": word}}]})
+        if request.json.get("stream_options"):
+            request.event({"model": MODEL, "choices": [], "usage": usage})
+        request.end_stream()
     else:
         message = {"role": "assistant", "content": "".join(TEXT)}
-        asked.say(
-            {"model": MODEL, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        request.say(
+            {
+                "model": MODEL,
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": usage,
+            }
         )
 
 
-async def holds(asked: Asked) -> None:
+async def holds(request: Asked) -> None:
     """Answers nothing until the gateway goes."""
-    await asked.closed.wait()
+    await request.closed.wait()
 
 
-async def begins(asked: Asked) -> None:
+async def begins(request: Asked) -> None:
     """One token, and then nothing more."""
-    asked.open_stream()
-    asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
-    await asked.closed.wait()
+    request.open_stream()
+    request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    await request.closed.wait()
 
 
-async def sings(asked: Asked) -> None:
+async def sings(request: Asked) -> None:
     """Events of an unknown kind, and then nothing more."""
-    asked.open_stream()
+    request.open_stream()
     for note in range(6):
-        asked.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
-    await asked.closed.wait()
+        request.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
+    await request.closed.wait()
 
 
-async def breaks_after_a_token(asked: Asked) -> None:
-    asked.open_stream()
-    asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
-    await asked.writer.drain()
-    asked.writer.transport.abort()
+async def breaks_after_a_token(request: Asked) -> None:
+    request.open_stream()
+    request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    await request.writer.drain()
+    request.writer.transport.abort()
 
 
-async def resets(asked: Asked) -> None:
-    asked.writer.transport.abort()
+async def resets(request: Asked) -> None:
+    request.writer.transport.abort()
 
 
 def refuses(status: int) -> Script:
-    async def script(asked: Asked) -> None:
-        asked.say({"error": {"message": "as asked", "type": "X", "param": None, "code": status}}, status)
+    async def script(request: Asked) -> None:
+        request.say(
+            {"error": {"message": "as asked", "type": "X", "param": None, "code": status}}, status
+        )
 
     return script
 
@@ -242,9 +275,9 @@ def refuses(status: int) -> Script:
 def after(gate: asyncio.Event, script: Script) -> Script:
     """Does so when the gate opens."""
 
-    async def waiting(asked: Asked) -> None:
+    async def waiting(request: Asked) -> None:
         await gate.wait()
-        await script(asked)
+        await script(request)
 
     return waiting
 
@@ -253,8 +286,8 @@ def each(*scripts: Script) -> Script:
     """One after the other, the last for all that follow."""
     left = list(scripts)
 
-    async def script(asked: Asked) -> None:
-        await (left.pop(0) if len(left) > 1 else left[0])(asked)
+    async def script(request: Asked) -> None:
+        await (left.pop(0) if len(left) > 1 else left[0])(request)
 
     return script
 
@@ -265,14 +298,18 @@ def each(*scripts: Script) -> Script:
 class Front:
     """A gateway with its halves, and a client."""
 
-    def __init__(self, app: App, prefill: list[Half], decode: list[Half], http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, app: App, prefill: list[Half], decode: list[Half], http: aiohttp.ClientSession
+    ) -> None:
         self.app = app
         self.prefill = prefill
         self.decode = decode
         self.http = http
         self._asked = 0
 
-    async def ask(self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any) -> Reply:
+    async def ask(
+        self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any
+    ) -> Reply:
         """One request: a new prompt of `words` words, unless the members contain one."""
         self._asked += 1
         body = {"model": MODEL, "max_tokens": 8, **members}
@@ -287,7 +324,11 @@ class Front:
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[aiohttp.StreamReader]:
         """A long prompt's stream, read as it comes."""
-        body = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "word " * 400}]}
+        body = {
+            "model": MODEL,
+            "stream": True,
+            "messages": [{"role": "user", "content": "word " * 400}],
+        }
         async with self.http.post(f"{self.app.url}/v1/chat/completions", json=body) as answer:
             yield answer.content
 
@@ -301,15 +342,28 @@ class Front:
     def loads(self) -> list[int]:
         """Everything booked anywhere, and whatever is watched. All zero at rest."""
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
-        held = [gate.active, gate.body_bytes, gate.retries_running, handoffs.under_way, len(handoffs.transfers)]
+        amounts = [
+            gate.active,
+            gate.body_bytes,
+            gate.retries_running,
+            handoffs.under_way,
+            len(handoffs.transfers),
+        ]
         for live in self.app.gateway.endpoints.all():
             load = live.load
-            held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
-        return held
+            amounts += [
+                load.in_flight,
+                load.prefill_tokens,
+                load.decode_tokens,
+                load.expected_tokens,
+            ]
+        return amounts
 
     def have_met(self) -> None:
         """All pairs have been seen at work, and are quick."""
-        names = itertools.product((half.name for half in self.prefill), (half.name for half in self.decode))
+        names = itertools.product(
+            (half.name for half in self.prefill), (half.name for half in self.decode)
+        )
         for pair in names:
             figures = self.app.gateway.handoffs.pairs[pair] = PairFigures()
             figures.served, figures.prefill_s, figures.handoff_s = 1, 0.01, 0.01
@@ -341,7 +395,9 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        raw = [event.removeprefix(b"data: ") for event in (self.body or b"").split(b"\n\n") if event]
+        raw = [
+            event.removeprefix(b"data: ") for event in (self.body or b"").split(b"\n\n") if event
+        ]
         return [json.loads(event) for event in raw if event != b"[DONE]"]
 
     @property
@@ -351,7 +407,10 @@ class Reply:
             choice = self.json["choices"][0]
             return str(choice["message"]["content"] if "message" in choice else choice["text"])
         deltas = [event["choices"][0] for event in self.events if event.get("choices")]
-        return "".join(each.get("delta", each).get("content", each.get("text", "")) or "" for each in deltas)
+        return "".join(
+            delta.get("delta", delta).get("content", delta.get("text", "")) or ""
+            for delta in deltas
+        )
 
 
 @asynccontextmanager
@@ -377,10 +436,13 @@ async def front(
         for half in halves:
             await half.start()
             stack.callback(half.stop)
-        decoders = [decode_role] * len(decode) if isinstance(decode_role, str) else list(decode_role)
+        decoders = (
+            [decode_role] * len(decode) if isinstance(decode_role, str) else list(decode_role)
+        )
         roles = ["prefill"] * len(prefill) + decoders
         endpoints: list[dict[str, Any]] = [
-            {"url": half.url, "role": role, "engine": engine} for half, role in zip(halves, roles, strict=True)
+            {"url": half.url, "role": role, "engine": engine}
+            for half, role in zip(halves, roles, strict=True)
         ]
         if max_concurrency is not None:
             endpoints = [spec | {"max_concurrency": max_concurrency} for spec in endpoints]
@@ -405,5 +467,7 @@ async def front(
         app = App(config)
         await app.start()
         stack.push_async_callback(app.stop)
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
         yield Front(app, halves[: len(prefill)], halves[len(prefill) :], http)

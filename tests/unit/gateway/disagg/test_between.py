@@ -28,7 +28,9 @@ WHOLE = "".join(TEXT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handover_on(stream: bool) -> None:
+async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handover_on(
+    stream: bool,
+) -> None:
     gate = asyncio.Event()
     async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
         asking = asyncio.ensure_future(f.ask(stream=stream))
@@ -41,18 +43,26 @@ async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handove
 
 
 @pytest.mark.parametrize("computed", [True, False])
-async def test_a_prompt_is_believed_to_be_where_it_was_computed_and_only_there(computed: bool) -> None:
+async def test_a_prompt_is_believed_to_be_where_it_was_computed_and_only_there(
+    computed: bool,
+) -> None:
     async with front(NIXL, [prefills() if computed else resets], [decodes]) as f:
         assert (await f.ask()).text == WHOLE
         await f.at_rest()
         endpoints = f.app.gateway.endpoints
-        held = [endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()]
-        assert held == [computed, True]
+        holdings = [
+            endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()
+        ]
+        assert holdings == [computed, True]
 
 
-async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_its_prefiller_was_done_either() -> None:
+async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_its_prefiller_was_done_either() -> (
+    None
+):
     gate = asyncio.Event()
-    async with front("vllm_push", [prefills(PUSHED)], [each(decodes, after(gate, refuses(500)), decodes)]) as f:
+    async with front(
+        "vllm_push", [prefills(PUSHED)], [each(decodes, after(gate, refuses(500)), decodes)]
+    ) as f:
         assert (await f.ask()).text == WHOLE
         asking = asyncio.ensure_future(f.ask())
         async with asyncio.timeout(PATIENCE_S):
@@ -65,7 +75,9 @@ async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_i
         await f.at_rest()
 
 
-async def test_what_happens_while_something_is_done_is_heard_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_happens_while_something_is_done_is_heard_in_its_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The decode request has left, and then it failed: it was not out of reach."""
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
         carry, failed = Connection.carry, list[Connection]()

@@ -35,7 +35,9 @@ from tests.unit.gateway.disagg.halves import (
 WHOLE = "".join(TEXT)
 
 
-def sglang(prefill: list[Script], decode: list[Script], **options: object) -> AbstractAsyncContextManager[Front]:
+def sglang(
+    prefill: list[Script], decode: list[Script], **options: object
+) -> AbstractAsyncContextManager[Front]:
     return front("sglang", prefill, decode, engine="sglang", bootstrap="10.0.0.7:8998", **options)  # type: ignore[arg-type]
 
 
@@ -43,11 +45,13 @@ def sglang(prefill: list[Script], decode: list[Script], **options: object) -> Ab
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_both_halves_of_sglang_get_the_same_body_and_a_room_of_their_own(stream: bool) -> None:
-    async def in_the_room(asked: Asked) -> None:
+async def test_both_halves_of_sglang_get_the_same_body_and_a_room_of_their_own(
+    stream: bool,
+) -> None:
+    async def in_the_room(request: Asked) -> None:
         while len(f.prefill[0].asked) < len(f.decode[0].asked):
             await asyncio.sleep(0.001)
-        await decodes(asked)
+        await decodes(request)
 
     async with sglang([decodes], [in_the_room]) as f:
         for _ in range(3):
@@ -77,7 +81,9 @@ async def test_short_requests_are_split_where_no_endpoint_serves_them_alone() ->
     async with sglang([decodes], [decodes]) as f:
         assert (await f.ask(words=1, max_tokens=1)).status == 200
         assert len(f.prefill[0].asked) == 1
-        assert f.metric("penstock_split_decisions_total", decision="split", reason="nobody_alone") == 1
+        assert (
+            f.metric("penstock_split_decisions_total", decision="split", reason="nobody_alone") == 1
+        )
         refused = await f.ask(n=2)
         assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")
 
@@ -85,7 +91,9 @@ async def test_short_requests_are_split_where_no_endpoint_serves_them_alone() ->
 async def test_a_pair_of_others_is_asked_when_the_only_one_who_serves_alone_broke_too() -> None:
     decoder = each(refuses(500), decodes)  # whichever of the two is asked first
     roles = ["decode", "decode", "both"]
-    async with sglang([holds] * 2, [decoder, decoder, resets], decode_role=roles, retries={"attempts": 5}) as f:
+    async with sglang(
+        [holds] * 2, [decoder, decoder, resets], decode_role=roles, retries={"attempts": 5}
+    ) as f:
         alone = f.app.gateway.endpoints.all()[4].load
         alone.in_flight += 1  # so that a decoder is chosen first
         assert (await f.ask()).text == WHOLE
@@ -95,7 +103,9 @@ async def test_a_pair_of_others_is_asked_when_the_only_one_who_serves_alone_brok
         await f.at_rest()
 
 
-async def test_a_refused_prefill_closes_its_waiting_decoder_and_takes_a_new_room_elsewhere() -> None:
+async def test_a_refused_prefill_closes_its_waiting_decoder_and_takes_a_new_room_elsewhere() -> (
+    None
+):
     gate = asyncio.Event()
     async with sglang([after(gate, refuses(503)), decodes], [each(holds, decodes)]) as f:
         f.app.gateway.endpoints.all()[1].load.prefill_tokens += 10**6
@@ -118,8 +128,8 @@ async def test_a_refused_decode_closes_the_prefill() -> None:
     async with sglang([holds], [refuses(503), refuses(503)]) as f:
         reply = await f.ask()
         assert reply.status == 502
-        for asked in f.prefill[0].asked:
-            await within(1, asked.closed.wait())
+        for item in f.prefill[0].asked:
+            await within(1, item.closed.wait())
         assert f.blamed(f.prefill[0]) == 0
         await f.at_rest()
 
@@ -138,11 +148,14 @@ async def test_a_request_that_one_half_calls_wrong_is_answered_once() -> None:
 
 async def test_a_role_shown_before_the_kv_is_there_is_held_and_the_request_tried_again() -> None:
 
-    async def shows_a_role(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]} | {"pad": "x" * 300})
+    async def shows_a_role(request: Asked) -> None:
+        request.open_stream()
+        request.event(
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+            | {"pad": "x" * 300}
+        )
         began.set()
-        await asked.closed.wait()
+        await request.closed.wait()
 
     began = asyncio.Event()
     async with sglang([after(began, resets), decodes], [each(shows_a_role, decodes)]) as f:
@@ -170,8 +183,8 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
 
         await f.ask_and_leave(there, stream=True)
         legs = [f.decode[0].asked[0]] + ([] if stage == "transferring" else [f.prefill[0].asked[0]])
-        for asked in legs:
-            await within(0.25, asked.closed.wait())
+        for leg in legs:
+            await within(0.25, leg.closed.wait())
         await f.at_rest()
 
 
@@ -179,12 +192,16 @@ class Connecting:
     """Connecting to these engines never ends; `begun` once a request waits for each of them."""
 
     def __init__(self, f: Front, monkeypatch: pytest.MonkeyPatch, *halves: Half) -> None:
-        held = {live.upstream for live in f.app.gateway.endpoints.all() if live.endpoint.url in {h.url for h in halves}}
-        self._left, self._all_begun = len(held), asyncio.Event()
+        upstreams = {
+            live.upstream
+            for live in f.app.gateway.endpoints.all()
+            if live.endpoint.url in {h.url for h in halves}
+        }
+        self._left, self._all_begun = len(upstreams), asyncio.Event()
         connect = Upstream.connect
 
         async def slowly(to: Upstream) -> Connection:
-            if to in held:
+            if to in upstreams:
                 self._left -= 1
                 if not self._left:
                     self._all_begun.set()
@@ -226,8 +243,8 @@ async def test_only_kv_of_a_prefill_that_was_asked_for_is_freed_by_a_decoder(
         assert (await f.ask()).text == WHOLE
         for live in f.app.gateway.endpoints.all():
             live.upstream.close()  # both legs have to connect
-        held = f.decode if sent else [*f.prefill, *f.decode]
-        connecting = Connecting(f, monkeypatch, *held)
+        engines = f.decode if sent else [*f.prefill, *f.decode]
+        connecting = Connecting(f, monkeypatch, *engines)
 
         async def legs_are_out() -> None:
             await connecting.begun()
@@ -246,16 +263,21 @@ async def test_an_answer_of_sglang_shows_what_the_prefiller_had_cached(
 ) -> None:
     """Its decode server counts the KV that it was sent as cached."""
 
-    async def prefill(asked: Asked) -> None:
-        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": details}
+    async def prefill(request: Asked) -> None:
+        usage = {
+            "prompt_tokens": 9,
+            "completion_tokens": 1,
+            "total_tokens": 10,
+            "prompt_tokens_details": details,
+        }
         if not stream:
-            await prefills(None, usage=usage)(asked)
+            await prefills(None, usage=usage)(request)
             return
-        asked.open_stream()
+        request.open_stream()
         choice = {"index": 0, "delta": {"content": TEXT[0]}, "finish_reason": "length"}
-        asked.event({"model": "demo", "choices": [choice]})
-        asked.event({"model": "demo", "choices": [], "usage": usage})
-        asked.end_stream()
+        request.event({"model": "demo", "choices": [choice]})
+        request.event({"model": "demo", "choices": [], "usage": usage})
+        request.end_stream()
 
     gate = asyncio.Event()
     async with sglang([prefill], [after(gate, decodes)]) as f:
@@ -299,15 +321,15 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) ->
     """A refusal too: the client has an answer already."""
     gate = asyncio.Event()
 
-    async def token_then_rest(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    async def token_then_rest(request: Asked) -> None:
+        request.open_stream()
+        request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
         gate.set()
         while not f.blamed(f.prefill[0]):
             await asyncio.sleep(0.001)
         for word in TEXT[1:]:
-            asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
-        asked.end_stream()
+            request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
+        request.end_stream()
 
     async with sglang([after(gate, fails)], [token_then_rest]) as f:
         async with asyncio.timeout(PATIENCE_S):
@@ -317,12 +339,16 @@ async def test_a_late_failure_of_the_prefill_is_its_own_affair(fails: Script) ->
 
 
 async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
-    async def errs(asked: Asked) -> None:
-        asked.open_stream()
+    async def errs(request: Asked) -> None:
+        request.open_stream()
         token = {"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]}
-        asked.event(token | {"pad": "x" * 400})  # in one read as well, the error is not what the answer begins with
-        asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
-        asked.end_stream()
+        request.event(
+            token | {"pad": "x" * 400}
+        )  # in one read as well, the error is not what the answer begins with
+        request.event(
+            {"error": {"message": "as asked", "type": "InternalServerError", "code": 500}}
+        )
+        request.end_stream()
 
     first_errs = each(errs, prefills())
     async with sglang([first_errs, first_errs], [each(holds, decodes)]) as f:
@@ -332,13 +358,17 @@ async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
         await f.at_rest()
 
 
-async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_held_to_account() -> None:
+async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_held_to_account() -> (
+    None
+):
     async with sglang([decodes, decodes], [refuses(500), decodes]) as f:
         for _ in range(60):  # equals are asked by lot
             assert (await f.ask()).text == WHOLE
             if f.blamed(f.decode[0]) == 3:
                 break
-        broken = next(live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name)
+        broken = next(
+            live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name
+        )
         assert not broken.load.available, "three failures in a row, then it is ejected"
         assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
         await f.at_rest()
@@ -365,7 +395,9 @@ async def test_the_first_push_is_sequential_and_the_next_are_not() -> None:
         }
         assert (await f.ask()).text == WHOLE  # its prefill never answers
         second = f.decode[0].asked[1]
-        assert second.json["kv_transfer_params"] == params | {"remote_request_id": second.headers["x-request-id"]}
+        assert second.json["kv_transfer_params"] == params | {
+            "remote_request_id": second.headers["x-request-id"]
+        }
         assert f.prefill[0].asked[1].headers["x-request-id"] == second.headers["x-request-id"]
         await f.at_rest()
 
@@ -377,7 +409,9 @@ async def test_a_prefiller_in_pull_mode_is_not_paired_for_pushes() -> None:
         await f.at_rest()
 
 
-async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_is_asked_anew_who_it_is() -> None:
+async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_is_asked_anew_who_it_is() -> (
+    None
+):
     reborn = PUSHED | {"remote_engine_id": "engine-reborn"}
     gate = asyncio.Event()
     prefill = each(
@@ -394,11 +428,15 @@ async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_i
         assert "kv_transfer_params" not in f.decode[0].asked[2].json
         f.app.gateway.endpoints.all()[0].load.available = True
         assert (await f.ask()).text == WHOLE
-        assert f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        assert (
+            f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        )
         await f.at_rest()
 
 
-async def test_a_push_of_an_engine_that_restarted_unseen_is_not_waited_for_and_the_next_names_the_new_one() -> None:
+async def test_a_push_of_an_engine_that_restarted_unseen_is_not_waited_for_and_the_next_names_the_new_one() -> (
+    None
+):
     reborn = PUSHED | {"remote_engine_id": "engine-reborn"}
     gate = asyncio.Event()
     prefill = each(prefills(PUSHED), after(gate, prefills(reborn)))
@@ -411,7 +449,9 @@ async def test_a_push_of_an_engine_that_restarted_unseen_is_not_waited_for_and_t
         assert (await asking).text == WHOLE
         assert "kv_transfer_params" not in f.decode[0].asked[2].json
         assert (await f.ask()).text == WHOLE
-        assert f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        assert (
+            f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
+        )
         assert f.blamed(f.prefill[0]) == f.blamed(f.decode[0]) == 0
         await f.at_rest()
 
@@ -433,15 +473,15 @@ async def test_a_push_that_its_prefiller_does_not_promise_is_computed_by_the_dec
 async def test_a_push_that_is_not_promised_after_its_decoder_has_begun_blames_no_endpoint() -> None:
     gate = asyncio.Event()
 
-    async def token_then_rest(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+    async def token_then_rest(request: Asked) -> None:
+        request.open_stream()
+        request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
         gate.set()
         while f.metric("penstock_split_legs_total", role="prefill") < 2:
             await asyncio.sleep(0.001)
         for word in TEXT[1:]:
-            asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
-        asked.end_stream()
+            request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": word}}]})
+        request.end_stream()
 
     prefill = each(prefills(PUSHED), after(gate, prefills(None)))
     async with front("vllm_push", [prefill], [each(decodes, token_then_rest)]) as f:
@@ -470,9 +510,15 @@ async def test_a_push_that_is_not_promised_when_bytes_have_flowed_ends_the_answe
 
 
 async def test_a_push_shows_what_the_prefiller_had_cached() -> None:
-    cached = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    cached = {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
     gate = asyncio.Event()
-    async with front("vllm_push", [prefills(PUSHED, usage=cached)], [each(decodes, after(gate, decodes))]) as f:
+    async with front(
+        "vllm_push", [prefills(PUSHED, usage=cached)], [each(decodes, after(gate, decodes))]
+    ) as f:
         await f.ask()
         asking = asyncio.ensure_future(f.ask())
         while f.metric("penstock_split_legs_total", role="prefill", outcome="served") < 2:

@@ -13,14 +13,24 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
 
 
 def context(finish: str = "length", text: str = "one"):  # type: ignore[no-untyped-def]
-    async def script(asked: Asked) -> None:
-        number = asked.json["disaggregated_params"]["disagg_request_id"]
-        told = {"request_type": "context_only", "disagg_request_id": number, "ctx_request_id": 5}
-        told["first_gen_tokens"] = [7]
-        said = {"text": text} if "prompt" in asked.json else {"message": {"role": "assistant", "content": text}}
-        choice = {"index": 0, **said, "finish_reason": finish, "disaggregated_params": told}
-        whole = {"id": "c", "created": 1, "model": "demo", "usage": USAGE, "prompt_token_ids": [1, 2, 3]}
-        asked.say(whole | {"object": "chat.completion", "choices": [choice]})
+    async def script(request: Asked) -> None:
+        number = request.json["disaggregated_params"]["disagg_request_id"]
+        report = {"request_type": "context_only", "disagg_request_id": number, "ctx_request_id": 5}
+        report["first_gen_tokens"] = [7]
+        content = (
+            {"text": text}
+            if "prompt" in request.json
+            else {"message": {"role": "assistant", "content": text}}
+        )
+        choice = {"index": 0, **content, "finish_reason": finish, "disaggregated_params": report}
+        whole = {
+            "id": "c",
+            "created": 1,
+            "model": "demo",
+            "usage": USAGE,
+            "prompt_token_ids": [1, 2, 3],
+        }
+        request.say(whole | {"object": "chat.completion", "choices": [choice]})
 
     return script
 
@@ -33,10 +43,15 @@ def trtllm(prefill: list, decode: list, **options: object):  # type: ignore[no-u
 async def test_generation_goes_on_where_the_context_server_stopped(chat: bool) -> None:
     async with trtllm([context()], [decodes]) as f:
         more = {} if chat else {"path": "/v1/completions", "prompt": "word " * 400}
-        await f.ask(stream=True, metadata={"a": "b"}, stream_options={"include_usage": True}, **more)
+        await f.ask(
+            stream=True, metadata={"a": "b"}, stream_options={"include_usage": True}, **more
+        )
         (ctx,), (gen,) = f.prefill[0].asked, f.decode[0].asked
         number = ctx.json["disaggregated_params"]["disagg_request_id"]
-        assert ctx.json["disaggregated_params"] == {"request_type": "context_only", "disagg_request_id": number}
+        assert ctx.json["disaggregated_params"] == {
+            "request_type": "context_only",
+            "disagg_request_id": number,
+        }
         assert number >= 2**40
         assert (ctx.json["stream"], ctx.json["max_tokens"]) == (False, 8)
         assert not {"metadata", "stream_options", "min_tokens"} & ctx.json.keys()
@@ -54,9 +69,13 @@ async def test_generation_goes_on_where_the_context_server_stopped(chat: bool) -
 
 
 @pytest.mark.parametrize("usage", [True, False])
-async def test_a_context_that_was_the_whole_answer_is_streamed_to_who_asked_for_a_stream(usage: bool) -> None:
+async def test_a_context_that_was_the_whole_answer_is_streamed_to_who_asked_for_a_stream(
+    usage: bool,
+) -> None:
     async with trtllm([context("stop", "yes")], [decodes]) as f:
-        reply = await f.ask(stream=True, **({"stream_options": {"include_usage": True}} if usage else {}))
+        reply = await f.ask(
+            stream=True, **({"stream_options": {"include_usage": True}} if usage else {})
+        )
         assert reply.text == "yes"
         assert (reply.body or b"").endswith(b"data: [DONE]\n\n")
         assert (reply.events[-1].get("usage") == USAGE) is usage
@@ -76,10 +95,12 @@ async def test_a_context_that_was_the_whole_answer_is_the_answer() -> None:
         await _quiet(f)
 
 
-async def test_a_context_that_was_the_whole_answer_and_holds_a_number_nothing_can_hold_is_computed_again() -> None:
-    async def endless(asked: Asked) -> None:
+async def test_a_context_that_was_the_whole_answer_and_holds_a_number_nothing_can_hold_is_computed_again() -> (
+    None
+):
+    async def endless(request: Asked) -> None:
         choice = b'{"index":0,"message":{"role":"assistant","content":"no"},"finish_reason":"stop","logprobs":-1e999}'
-        asked.say(b'{"id":"c","choices":[%b]}' % choice)
+        request.say(b'{"id":"c","choices":[%b]}' % choice)
 
     async with trtllm([endless], [decodes]) as f:
         assert (await f.ask()).text == WHOLE
@@ -87,10 +108,15 @@ async def test_a_context_that_was_the_whole_answer_and_holds_a_number_nothing_ca
 
 
 async def test_a_context_answer_of_another_request_is_not_believed() -> None:
-    async def foreign(asked: Asked) -> None:
-        told = {"request_type": "context_only", "disagg_request_id": 2**41, "ctx_request_id": 5}
-        choice = {"index": 0, "message": {"content": "x"}, "finish_reason": "length", "disaggregated_params": told}
-        asked.say({"choices": [choice], "prompt_token_ids": [1]})
+    async def foreign(request: Asked) -> None:
+        report = {"request_type": "context_only", "disagg_request_id": 2**41, "ctx_request_id": 5}
+        choice = {
+            "index": 0,
+            "message": {"content": "x"},
+            "finish_reason": "length",
+            "disaggregated_params": report,
+        }
+        request.say({"choices": [choice], "prompt_token_ids": [1]})
 
     async with trtllm([foreign], [decodes]) as f:
         assert (await f.ask()).text == WHOLE
@@ -99,11 +125,17 @@ async def test_a_context_answer_of_another_request_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("words", [4, 400], ids=["short, and so whole", "its context answer is unusable"])
+@pytest.mark.parametrize(
+    "words", [4, 400], ids=["short, and so whole", "its context answer is unusable"]
+)
 async def test_a_request_that_is_not_split_holds_only_what_the_engine_knows_and_a_client_may_say(
     words: int, chat: bool
 ) -> None:
-    asking = {"path": "/v1/chat/completions"} if chat else {"path": "/v1/completions", "prompt": "word " * words}
+    asking = (
+        {"path": "/v1/chat/completions"}
+        if chat
+        else {"path": "/v1/completions", "prompt": "word " * words}
+    )
     foreign = {
         "metadata": {"a": "b"},
         "prompt_token_ids": [1],

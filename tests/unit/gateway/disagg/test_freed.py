@@ -34,22 +34,26 @@ async def test_kv_that_a_dead_decoder_was_given_is_freed_by_another_where_no_lat
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
         assert (await f.ask(stream=True, cache_salt="mine")).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        (asked,) = f.decode[0].asked
+        (request,) = f.decode[0].asked
         freed = await f.decode[1].was_asked(2)
-        assert freed.json["kv_transfer_params"] == asked.json["kv_transfer_params"] == OBJECT
+        assert freed.json["kv_transfer_params"] == request.json["kv_transfer_params"] == OBJECT
         assert (freed.json["max_tokens"], freed.json["stream"]) == (1, False)
         assert freed.json["cache_salt"].startswith("unread ")
-        assert freed.came_at - asked.came_at > 0.15, "had only its connection broken, it would be fetching still"
+        assert freed.came_at - request.came_at > 0.15, (
+            "had only its connection broken, it would be fetching still"
+        )
         assert f.metric("penstock_split_leases_given_up_total", reason="decoder_gone") == 1
         await f.at_rest()
 
 
-async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("gateway.disagg.handoffs.MOST_WAIT_S", 0.0)
     async with front(NIXL, [prefills()], [resets]) as f:
         assert (await f.ask()).status == 502
         assert f.metric("penstock_split_leases_given_up_total") == 0
-        assert all(asked.json["max_tokens"] != 1 for asked in f.decode[0].asked)
+        assert all(item.json["max_tokens"] != 1 for item in f.decode[0].asked)
         await f.at_rest()
 
 
@@ -71,10 +75,10 @@ async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_fr
         await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
         await f.at_rest()
         go.set()
-        asked = await f.decode[0].was_asked()
-        assert asked.json["kv_transfer_params"] == OBJECT
-        assert (asked.json["max_tokens"], asked.json["stream"]) == (1, False)
-        assert "stream_options" not in asked.json
+        request = await f.decode[0].was_asked()
+        assert request.json["kv_transfer_params"] == OBJECT
+        assert (request.json["max_tokens"], request.json["stream"]) == (1, False)
+        assert "stream_options" not in request.json
         assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1
 
 
@@ -84,7 +88,7 @@ async def test_a_prefill_answer_that_crosses_the_client_on_its_way_has_its_kv_fr
         await f.ask_and_leave(f.prefill[0].was_asked)
         await f.at_rest()
         gate.set()
-        asked = await f.decode[0].was_asked()
-        assert asked.json["kv_transfer_params"] == OBJECT
-        assert asked.json["max_tokens"] == 1
+        request = await f.decode[0].was_asked()
+        assert request.json["kv_transfer_params"] == OBJECT
+        assert request.json["max_tokens"] == 1
         assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1

@@ -24,7 +24,9 @@ def made(there: There | None = None, rng: Any = None) -> Handoffs:
 
 def pair(prefill: str = "p", decode: str = "d") -> Any:
     def pick(name: str) -> Any:
-        return SimpleNamespace(candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0)
+        return SimpleNamespace(
+            candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0
+        )
 
     return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
 
@@ -41,7 +43,14 @@ async def test_a_request_that_frees_kv_is_done_with_when_it_has_ended() -> None:
     assert len(handoffs._running) == 1
     wire.ends()
     assert not handoffs._running
-    assert total(handoffs.metrics.render().decode(), "penstock_split_leases_given_up_total", reason="client_gone") == 1
+    assert (
+        total(
+            handoffs.metrics.render().decode(),
+            "penstock_split_leases_given_up_total",
+            reason="client_gone",
+        )
+        == 1
+    )
 
 
 async def test_a_request_that_frees_kv_has_its_time_and_no_more() -> None:
@@ -124,16 +133,20 @@ def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("state", "served", "failed"), [(State.DONE, 1, 0), (State.FAILED, 0, 1), (State.GONE, 0, 0)], ids=str
+    ("state", "served", "failed"),
+    [(State.DONE, 1, 0), (State.FAILED, 0, 1), (State.GONE, 0, 0)],
+    ids=str,
 )
-def test_a_pairs_attempt_counts_once_and_who_left_counts_for_nothing(state: State, served: int, failed: int) -> None:
+def test_a_pairs_attempt_counts_once_and_who_left_counts_for_nothing(
+    state: State, served: int, failed: int
+) -> None:
     handoffs = made()
     for count in (1, 2):
         ended(handoffs, state)
         figures, text = handoffs.figures(pair()), handoffs.metrics.render().decode()
         assert (figures.served, figures.failed) == (count * served, count * failed)
-        for result, each in (("served", served), ("failed", failed)):
-            assert total(text, "penstock_split_pairs_total", result=result) == count * each
+        for result, counter in (("served", served), ("failed", failed)):
+            assert total(text, "penstock_split_pairs_total", result=result) == count * counter
     assert (figures.prefill_s, figures.handoff_s) == ((2.0, 0.5) if served else (None, None))
 
 

@@ -24,12 +24,12 @@ WHOLE = "".join(TEXT)
 
 async def test_mooncake_is_introduced_once_by_the_bootstrap_server() -> None:
     async with (
-        bootstrap_server([page("one")]) as (address, asked),
+        bootstrap_server([page("one")]) as (address, request),
         front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
     ):
         for _ in range(3):
             assert (await f.ask()).text == WHOLE
-        assert asked == ["GET /query HTTP/1.1"]
+        assert request == ["GET /query HTTP/1.1"]
         prefill, decode = f.prefill[0].asked[0], f.decode[0].asked[0]
         transfer = f"xfer-{prefill.headers['x-request-id']}"
         assert prefill.headers["x-data-parallel-rank"] == "0"
@@ -74,12 +74,12 @@ async def test_a_silent_bootstrap_server_is_not_waited_for_longer_than_a_second(
 
 async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
     async with (
-        bootstrap_server([b""]) as (address, asked),
+        bootstrap_server([b""]) as (address, request),
         front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
     ):
 
         async def was_asked() -> None:
-            while not asked:
+            while not request:
                 await asyncio.sleep(0.001)
 
         await f.ask_and_leave(was_asked)
@@ -91,7 +91,7 @@ async def test_a_client_may_leave_while_the_bootstrap_server_is_asked() -> None:
 async def test_concurrent_requests_ask_the_bootstrap_server_once_whichever_client_leaves() -> None:
     gate = asyncio.Event()
     async with (
-        bootstrap_server([page("one")], gate) as (address, asked),
+        bootstrap_server([page("one")], gate) as (address, request),
         front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
     ):
 
@@ -105,7 +105,7 @@ async def test_concurrent_requests_ask_the_bootstrap_server_once_whichever_clien
         await are_booked(4)
         gate.set()
         assert [reply.text for reply in await asyncio.gather(*staying)] == [WHOLE] * 4
-        assert asked == ["GET /query HTTP/1.1"]
+        assert request == ["GET /query HTTP/1.1"]
         assert len(f.prefill[0].asked) == 4
         await f.at_rest()
 
@@ -113,16 +113,16 @@ async def test_concurrent_requests_ask_the_bootstrap_server_once_whichever_clien
 async def test_a_bootstrap_server_is_let_go_of_with_its_answer_or_with_the_last_who_waits() -> None:
     gate = asyncio.Event()
     async with (
-        bootstrap_server([page("one")], gate) as (address, asked),
+        bootstrap_server([page("one")], gate) as (address, request),
         front("mooncake", [prefills(None)], [decodes], bootstrap=address) as f,
     ):
 
         async def was_asked() -> None:
-            while not asked:
+            while not request:
                 await asyncio.sleep(0.001)
 
         async def hung_up(times: int) -> None:
-            while asked.hung_up < times:
+            while request.hung_up < times:
                 await asyncio.sleep(0.001)
 
         await f.ask_and_leave(was_asked)
@@ -130,29 +130,35 @@ async def test_a_bootstrap_server_is_let_go_of_with_its_answer_or_with_the_last_
         gate.set()
         assert (await f.ask()).text == WHOLE
         await within(0.5, hung_up(2))
-        assert len(asked) == 2
+        assert len(request) == 2
         await f.at_rest()
 
 
 async def test_after_a_failure_the_bootstrap_server_is_asked_again() -> None:
-    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
-        prefill = each(prefills(None), resets, resets, prefills(None))  # a pooled connection is tried again
-        async with front("mooncake", [prefill], [each(decodes, holds, decodes)], bootstrap=address) as f:
+    async with bootstrap_server([page("one"), page("two")]) as (address, request):
+        prefill = each(
+            prefills(None), resets, resets, prefills(None)
+        )  # a pooled connection is tried again
+        async with front(
+            "mooncake", [prefill], [each(decodes, holds, decodes)], bootstrap=address
+        ) as f:
             for _ in range(2):
                 assert (await f.ask()).text == WHOLE
             assert (await f.ask()).text == WHOLE
-            assert len(asked) == 2
+            assert len(request) == 2
             assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
             await f.at_rest()
 
 
-async def test_a_decoder_that_could_not_load_the_kv_may_have_been_told_of_an_engine_that_is_no_more() -> None:
-    async with bootstrap_server([page("one"), page("two")]) as (address, asked):
+async def test_a_decoder_that_could_not_load_the_kv_may_have_been_told_of_an_engine_that_is_no_more() -> (
+    None
+):
+    async with bootstrap_server([page("one"), page("two")]) as (address, request):
         decode = each(decodes, refuses(500), decodes)
         async with front("mooncake", [prefills(None)], [decode], bootstrap=address) as f:
             for _ in range(3):
                 assert (await f.ask()).text == WHOLE
-            assert len(asked) == 2
+            assert len(request) == 2
             assert f.decode[0].asked[-1].json["kv_transfer_params"]["remote_engine_id"] == "two"
             await f.at_rest()
 

@@ -45,34 +45,34 @@ def pair(
 def speaks(first: int = 0, last: int | None = None) -> Script:
     """Streams the words from `first` on with token ids; breaks off before `last`, if given."""
 
-    async def script(asked: Asked) -> None:
-        body = asked.json
+    async def script(request: Asked) -> None:
+        body = request.json
         assert body["return_token_ids"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-        asked.open_stream()
+        request.open_stream()
         for index in range(first, len(WORDS) if last is None else last):
-            asked.event(chunk(body, index, index - first + 1))
+            request.event(chunk(body, index, index - first + 1))
         if last is not None:
-            await asked.writer.drain()
-            asked.writer.transport.abort()
+            await request.writer.drain()
+            request.writer.transport.abort()
             return
         details = {"prompt_tokens_details": {"cached_tokens": len(body.get("prompt", PROMPT))}}
         usage = USAGE | {"completion_tokens": len(WORDS) - first} | details
-        asked.event({"id": "d", "created": 1, "model": MODEL, "choices": [], "usage": usage})
-        asked.end_stream()
+        request.event({"id": "d", "created": 1, "model": MODEL, "choices": [], "usage": usage})
+        request.end_stream()
 
     return script
 
 
-def chunk(body: dict[str, Any], index: int, made: int) -> dict[str, Any]:
+def chunk(body: dict[str, Any], index: int, result: int) -> dict[str, Any]:
     text, ids = WORDS[index], {"token_ids": [100 + index]}
     shown = {"delta": {"content": text}} if "messages" in body else {"text": text}
     choice = {"index": 0, **shown, **ids, "finish_reason": None}
     if index == len(WORDS) - 1:
         choice["finish_reason"] = "length"
-    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": made, "total_tokens": 9}
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": result, "total_tokens": 9}
     event = {"id": "d", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-    return event | ({"prompt_token_ids": PROMPT} if made == 1 else {})
+    return event | ({"prompt_token_ids": PROMPT} if result == 1 else {})
 
 
 def results(running: Front) -> dict[str, float]:
@@ -90,15 +90,15 @@ async def test_the_rest_of_a_broken_answer_is_asked_of_another_decoder_by_token_
         options = {"stream_options": {"include_usage": True}}
         reply = await f.ask(stream=True, max_tokens=len(WORDS), **options)
         assert (reply.status, reply.text) == (200, "".join(WORDS))
-        asked = sorted(
+        requests = sorted(
             (request for half in f.decode for request in half.asked), key=lambda a: a.came_at
         )
-        first, rest = asked[0].json, asked[1].json
+        first, rest = requests[0].json, requests[1].json
         assert "kv_transfer_params" in first
         assert "return_token_ids" not in f.prefill[0].asked[0].json
         assert "kv_transfer_params" not in rest
         assert (rest["prompt"], rest["max_tokens"]) == ([*PROMPT, 100, 101], 2)
-        assert asked[0].writer is not asked[1].writer
+        assert requests[0].writer is not requests[1].writer
         assert len(f.prefill[0].asked) == 1, "the rest is computed without a prefiller"
         assert not any("token_ids" in choice for e in reply.events for choice in e["choices"])
         assert results(f) == {"resumed": 1}
@@ -184,12 +184,12 @@ async def test_a_decoder_that_breaks_before_its_first_token_is_retried_as_a_pair
 async def test_what_could_not_be_exact_is_sent_and_ended_as_without_resume(
     more: dict[str, Any],
 ) -> None:
-    async def breaks(asked: Asked) -> None:
-        assert "return_token_ids" not in asked.json
-        asked.open_stream()
-        asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": "one"}}]})
-        await asked.writer.drain()
-        asked.writer.transport.abort()
+    async def breaks(request: Asked) -> None:
+        assert "return_token_ids" not in request.json
+        request.open_stream()
+        request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": "one"}}]})
+        await request.writer.drain()
+        request.writer.transport.abort()
 
     async with pair("vllm_nixl", [prefills()], [breaks, breaks]) as f:
         reply = await f.ask(stream=True, max_tokens=4, **more)
@@ -199,10 +199,12 @@ async def test_what_could_not_be_exact_is_sent_and_ended_as_without_resume(
 
 
 async def test_a_plain_answer_of_such_a_model_passes_as_it_came() -> None:
-    async def whole(asked: Asked) -> None:
-        assert "return_token_ids" not in asked.json
+    async def whole(request: Asked) -> None:
+        assert "return_token_ids" not in request.json
         choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}}
-        asked.say({"model": MODEL, "choices": [choice | {"finish_reason": "stop"}], "usage": USAGE})
+        request.say(
+            {"model": MODEL, "choices": [choice | {"finish_reason": "stop"}], "usage": USAGE}
+        )
 
     async with pair("vllm_nixl", [prefills()], [whole]) as f:
         assert (await f.ask()).text == "yes"
@@ -213,15 +215,15 @@ async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_toke
     """The decoder sends a role with all ids before it knows that the KV will never come."""
     ids = list(range(100_000, 120_000))
 
-    async def role_then_error(asked: Asked) -> None:
-        asked.open_stream()
+    async def role_then_error(request: Asked) -> None:
+        request.open_stream()
         delta = {"role": "assistant", "content": ""}
-        asked.event({"prompt_token_ids": ids, "choices": [{"index": 0, "delta": delta}]})
-        await asked.writer.drain()
+        request.event({"prompt_token_ids": ids, "choices": [{"index": 0, "delta": delta}]})
+        await request.writer.drain()
         await asyncio.sleep(0.02)
         error = {"message": "KV load failed", "type": "InternalServerError", "code": 500}
-        asked.event({"error": error})
-        asked.end_stream()
+        request.event({"error": error})
+        request.end_stream()
 
     assert len(json.dumps(ids)) > 2 * HELD_BYTES
     decoders = each(role_then_error, speaks())

@@ -43,10 +43,19 @@ async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(strea
         (prefill,), (decode,) = f.prefill[0].asked, f.decode[0].asked
         assert reply.headers["x-penstock-endpoint"] == f.decode[0].name
         assert reply.headers["x-penstock-prefill"] == f.prefill[0].name
-        assert prefill.headers["x-request-id"] == decode.headers["x-request-id"] == reply.headers["x-request-id"]
-        asked = {"model": "demo", "max_tokens": 7, "stream": stream, "messages": decode.json["messages"]}
-        assert decode.json == asked | {"kv_transfer_params": OBJECT}
-        assert prefill.json == asked | {
+        assert (
+            prefill.headers["x-request-id"]
+            == decode.headers["x-request-id"]
+            == reply.headers["x-request-id"]
+        )
+        request = {
+            "model": "demo",
+            "max_tokens": 7,
+            "stream": stream,
+            "messages": decode.json["messages"],
+        }
+        assert decode.json == request | {"kv_transfer_params": OBJECT}
+        assert prefill.json == request | {
             "max_tokens": 1,
             "min_tokens": 1,
             "stream": False,
@@ -70,7 +79,9 @@ async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(strea
         ("prompt_scores", {"path": "/v1/completions", "prompt": "word " * 400, "echo": True}),
     ],
 )
-async def test_what_must_not_be_split_is_served_whole_by_a_decoder(reason: str, members: dict[str, Any]) -> None:
+async def test_what_must_not_be_split_is_served_whole_by_a_decoder(
+    reason: str, members: dict[str, Any]
+) -> None:
     async with front(NIXL, [prefills()], [decodes]) as f:
         reply = await f.ask(**members)
         assert reply.status == 200
@@ -90,16 +101,18 @@ async def test_no_amount_of_blank_hides_that_there_are_several_prompts() -> None
         assert f.metric("penstock_split_decisions_total", decision="whole", reason="prompts") == 1
 
 
-async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_fill_every_place() -> None:
+async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_fill_every_place() -> (
+    None
+):
     """Endpoints of both roles: one split request takes two places, and its permit only one."""
     gate = asyncio.Event()
 
-    async def slow_prefill(asked: Asked) -> None:
-        if asked.json["max_tokens"] == 1:
+    async def slow_prefill(request: Asked) -> None:
+        if request.json["max_tokens"] == 1:
             await gate.wait()
-            await prefills()(asked)
+            await prefills()(request)
         else:
-            await decodes(asked)
+            await decodes(request)
 
     async with front(NIXL, [], [slow_prefill] * 2, decode_role="both", max_concurrency=1) as f:
         long = asyncio.ensure_future(f.ask())
@@ -114,9 +127,9 @@ async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_f
 
 async def test_a_prompt_that_the_decoder_holds_already_is_not_handed_over_again() -> None:
     async with front(NIXL, [prefills()], [decodes]) as f:
-        said = [{"role": "user", "content": "word " * 2000}]
-        await f.ask(messages=said)
-        await f.ask(messages=said)
+        messages = [{"role": "user", "content": "word " * 2000}]
+        await f.ask(messages=messages)
+        await f.ask(messages=messages)
         assert len(f.prefill[0].asked) == 1
         assert f.metric("penstock_split_decisions_total", decision="whole", reason="cached") == 1
 
@@ -149,7 +162,9 @@ MALFORMED: list[object] = [
 
 
 @pytest.mark.parametrize("handoff", MALFORMED, ids=str)
-async def test_a_malformed_handoff_never_reaches_a_decoder_which_then_computes_for_itself(handoff: object) -> None:
+async def test_a_malformed_handoff_never_reaches_a_decoder_which_then_computes_for_itself(
+    handoff: object,
+) -> None:
     async with front(NIXL, [prefills(handoff)], [decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
@@ -187,7 +202,9 @@ async def test_a_request_that_the_prefiller_calls_wrong_is_answered_so() -> None
         await f.at_rest()
 
 
-async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_freed_without_what_was_wrong() -> None:
+async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_freed_without_what_was_wrong() -> (
+    None
+):
     """The prefiller was asked for one token alone, and found nothing wrong with that."""
     async with front(NIXL, [prefills()], [each(refuses(400), decodes)]) as f:
         reply = await f.ask(stream=True, logprobs=True, top_logprobs=20)
@@ -199,7 +216,9 @@ async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_
         await f.at_rest()
 
 
-async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[Exchange] = []
     replace_method(monkeypatch, Accounts, "close", lambda _, x, *__: ended.append(x))
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
@@ -212,7 +231,7 @@ async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(mo
         assert f.blamed(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
         await f.at_rest()
-        assert [each.retries for each in ended] == [[f.decode[0].name]], "it stays on record"
+        assert [item.retries for item in ended] == [[f.decode[0].name]], "it stays on record"
 
 
 async def test_a_decoder_that_refuses_connections_costs_no_turn_of_the_retry_budget() -> None:
@@ -239,7 +258,9 @@ async def test_a_prefiller_that_refuses_connections_costs_no_attempt() -> None:
         await f.at_rest()
 
 
-async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the_handoff_and_no_blame() -> None:
+async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the_handoff_and_no_blame() -> (
+    None
+):
     async with front(NIXL, [prefills()], [each(refuses(500), decodes)]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
@@ -254,13 +275,20 @@ async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the
 async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handoff() -> None:
     """vLLM answers 200 and a role before it knows that the KV will never come."""
 
-    async def role_then_error(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "pad": "x" * 400})
-        await asked.writer.drain()
+    async def role_then_error(request: Asked) -> None:
+        request.open_stream()
+        request.event(
+            {
+                "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+                "pad": "x" * 400,
+            }
+        )
+        await request.writer.drain()
         await asyncio.sleep(0.01)
-        asked.event({"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}})
-        asked.end_stream()
+        request.event(
+            {"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}}
+        )
+        request.end_stream()
 
     async with front(NIXL, [prefills()], [each(role_then_error, decodes)]) as f:
         reply = await f.ask(stream=True)
@@ -282,12 +310,12 @@ async def test_events_of_an_unknown_kind_are_not_held_back_for_ever() -> None:
         await f.at_rest()
 
 
-async def says_nothing(asked: Asked) -> None:
+async def says_nothing(request: Asked) -> None:
     """An answer of no token."""
-    asked.open_stream()
-    asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-    asked.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    asked.end_stream()
+    request.open_stream()
+    request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+    request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    request.end_stream()
 
 
 async def test_an_answer_without_a_single_token_is_an_answer() -> None:
@@ -297,7 +325,9 @@ async def test_an_answer_without_a_single_token_is_an_answer() -> None:
         await f.at_rest()
 
 
-async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goes_to_another_pair() -> None:
+async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goes_to_another_pair() -> (
+    None
+):
     async with front(NIXL, [prefills(), prefills()], [resets, resets, decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
@@ -306,7 +336,9 @@ async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goe
 
 
 async def test_a_transfer_that_lasts_too_long_is_given_up_and_computed_whole() -> None:
-    async with front(NIXL, [prefills()], [each(holds, decodes)], split={"transfer_timeout": "50ms"}) as f:
+    async with front(
+        NIXL, [prefills()], [each(holds, decodes)], split={"transfer_timeout": "50ms"}
+    ) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
         await within(1, f.decode[0].asked[0].closed.wait())
@@ -327,12 +359,16 @@ async def test_an_answer_that_breaks_after_its_first_token_ends_with_an_error_ev
 async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure() -> None:
     gate = asyncio.Event()
 
-    async def token_then_error(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
-        await gate.wait()  # the client has the token: what comes now is not what the answer begins with
-        asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
-        asked.end_stream()
+    async def token_then_error(request: Asked) -> None:
+        request.open_stream()
+        request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        await (
+            gate.wait()
+        )  # the client has the token: what comes now is not what the answer begins with
+        request.event(
+            {"error": {"message": "as asked", "type": "InternalServerError", "code": 500}}
+        )
+        request.end_stream()
 
     async with front(NIXL, [prefills()], [token_then_error]) as f:
         async with f.listen() as answer:
@@ -382,17 +418,23 @@ async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
         f.have_met()
         half = f.prefill[0] if stage == "prefilling" else f.decode[0]
         await f.ask_and_leave(half.was_asked, stream=True)
-        (asked,) = half.asked
-        await within(0.25, asked.closed.wait())
-        assert asked.closed_at is not None
+        (request,) = half.asked
+        await within(0.25, request.closed.wait())
+        assert request.closed_at is not None
         if stage == "transferring":
-            assert asked.closed_at - asked.came_at > 0.15, "its engine must have seen the handoff, or the KV stays"
+            assert request.closed_at - request.came_at > 0.15, (
+                "its engine must have seen the handoff, or the KV stays"
+            )
         await f.at_rest()
         assert f.metric("penstock_client_disconnects_total") == 1
 
 
 async def test_cached_tokens_are_the_prefillers_where_the_decoder_cannot_know() -> None:
-    cached = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    cached = {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
     async with front(NIXL, [prefills(usage=cached)], [decodes]) as f:
         streamed = await f.ask(stream=True, stream_options={"include_usage": True})
         assert streamed.events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
@@ -403,8 +445,8 @@ async def test_cached_tokens_are_the_prefillers_where_the_decoder_cannot_know() 
 
 
 async def test_cached_tokens_are_the_decoders_where_it_was_told() -> None:
-    told = OBJECT | {"remote_prefill_cached_tokens": 4}
-    async with front(NIXL, [prefills(told)], [decodes]) as f:
+    report = OBJECT | {"remote_prefill_cached_tokens": 4}
+    async with front(NIXL, [prefills(report)], [decodes]) as f:
         assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
@@ -417,7 +459,9 @@ async def test_cached_tokens_are_the_decoders_where_nothing_was_handed_over() ->
 
 async def test_a_client_cannot_bring_a_handoff_of_its_own() -> None:
     async with front(NIXL, [prefills()], [decodes]) as f:
-        await f.ask(words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
+        await f.ask(
+            words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1}
+        )
         (decode,) = f.decode[0].asked
         assert "kv_transfer_params" not in decode.json
         assert decode.json["vllm_xargs"] == {"kept": 1}
@@ -442,13 +486,17 @@ async def test_whole_requests_never_go_to_a_prefill_endpoint() -> None:
 
 
 async def test_many_at_once_leave_nothing_behind() -> None:
-    async with front(NIXL, [prefills(), each(resets, prefills())], [decodes, each(refuses(500), decodes)]) as f:
+    async with front(
+        NIXL, [prefills(), each(resets, prefills())], [decodes, each(refuses(500), decodes)]
+    ) as f:
         replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
         assert {reply.text for reply in replies} == {WHOLE}
         await f.at_rest()
 
 
-async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 
@@ -477,7 +525,9 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
         assert (await f.ask()).text == WHOLE
 
 
-async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its transfer is watched until then: there was no token."""
 
     def fails(*_: object) -> None:
@@ -491,7 +541,9 @@ async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(m
         assert f.metric("penstock_split_pairs_total", result="failed") == 1
 
 
-async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
+async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> (
+    None
+):
     async with front(NIXL, [prefills()], [decodes], policy="mooncake") as f:
         for count in (0, 1, 2):
             assert (await f.ask(stream=True, max_tokens=7)).status == 200

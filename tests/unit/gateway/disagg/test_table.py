@@ -13,12 +13,12 @@ LIVE = sorted(KEPT)
 @pytest.mark.parametrize("state", LIVE)
 def test_every_state_has_an_owner_and_a_deadline_and_leads_somewhere(state: State) -> None:
     assert len(KEPT[state]) == 2
-    assert any(at is state for at, _ in TABLE)
+    assert any(from_state is state for from_state, _ in TABLE)
 
 
 @pytest.mark.parametrize("state", sorted(ENDS))
 def test_ends_lead_nowhere(state: State) -> None:
-    assert not any(at is state for at, _ in TABLE)
+    assert not any(from_state is state for from_state, _ in TABLE)
 
 
 @pytest.mark.parametrize("state", sorted(ENDS))
@@ -35,7 +35,7 @@ def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
     assert {row.state for row in TABLE.values()} | {State.BOOKED} == set(State)
     ending = set(ENDS)
     for _ in State:
-        ending |= {at for (at, _), row in TABLE.items() if row.state in ending}
+        ending |= {from_state for (from_state, _), row in TABLE.items() if row.state in ending}
     assert ending == set(State)
 
 
@@ -43,7 +43,13 @@ def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
 def test_a_client_may_leave_at_any_moment_and_every_open_leg_is_closed(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE
-    closes = {Act.STOP_ASKING, Act.CLOSE_PREFILL, Act.ABORT_PREFILL, Act.CLOSE_DECODE, Act.FREE_BY_DECODE}
+    closes = {
+        Act.STOP_ASKING,
+        Act.CLOSE_PREFILL,
+        Act.ABORT_PREFILL,
+        Act.CLOSE_DECODE,
+        Act.FREE_BY_DECODE,
+    }
     closes &= set(row.acts)
     assert len(closes) == (2 if state in (State.PAIRED, State.DECODING) else 1)
 

@@ -96,5 +96,7 @@ class Told:
         self.ends.append(None if problem is None else problem.kind)
 
 
-def leg_to(there: There, told: Told) -> Leg:
-    return Leg(stand_in(Upstream, there), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), told)
+def leg_to(there: There, report: Told) -> Leg:
+    return Leg(
+        stand_in(Upstream, there), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), report
+    )

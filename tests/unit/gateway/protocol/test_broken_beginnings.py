@@ -26,8 +26,8 @@ TOKEN = {
 
 
 def responds(raw: bytes) -> Script:
-    async def script(asked: Asked) -> None:
-        asked.writer.write(raw)
+    async def script(request: Asked) -> None:
+        request.writer.write(raw)
 
     return script
 
@@ -88,8 +88,8 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
     }
     usage = {"prompt_tokens": 2, "completion_tokens": 0}
 
-    async def dies(asked: Asked) -> None:
-        asked.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
+    async def dies(request: Asked) -> None:
+        request.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
         (dead,) = [
             live
             for live in running.app.gateway.endpoints.all()
@@ -101,9 +101,9 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
             ):
                 await asyncio.sleep(0)
         if end is None:
-            asked.writer.transport.abort()
+            request.writer.transport.abort()
         else:
-            asked.writer.write(end)
+            request.writer.write(end)
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}

@@ -62,6 +62,6 @@ async def test_tokens_that_a_short_response_did_not_use_are_refunded(tmp_path: P
         quotas = harness.app.gateway.gate.quotas
         request = Request("r", "demo-8b", "a", 100, 2000)
         for _ in range(7):
-            taken = quotas.take(request)
-            assert taken is not None
-            quotas.settle(taken, request, 20)
+            result = quotas.take(request)
+            assert result is not None
+            quotas.settle(result, request, 20)

@@ -292,11 +292,12 @@ def test_ttfts_of_many_candidates_equal_single_ones() -> None:
         for _ in range(times):
             ledger.book(load, request(), 0, 0.0)
     candidates = [Candidate(Endpoint(f"tp{load.slot}", "u", "p", "m"), load) for load in loads]
-    held = [0, 100, 5000, 0]
+    holdings = [0, 100, 5000, 0]
     alone = [
-        ttft_s(load, 6000 - cached, cached, 0.1) for load, cached in zip(loads, held, strict=True)
+        ttft_s(load, 6000 - cached, cached, 0.1)
+        for load, cached in zip(loads, holdings, strict=True)
     ]
-    assert ttfts(candidates, held, 6000, 0.1) == pytest.approx(alone)
+    assert ttfts(candidates, holdings, 6000, 0.1) == pytest.approx(alone)
 
 
 def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:

@@ -36,7 +36,7 @@ def families() -> set[str]:
 def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     rows = [row for board in BOARDS for row in board.rows]
     assert sorted(rows) == sorted(Row)
-    asked_for = {family_of(each.name) for query in queries().values() for each in asked(query)}
+    asked_for = {family_of(metric.name) for query in queries().values() for metric in asked(query)}
     assert families() <= asked_for
 
 
@@ -45,13 +45,13 @@ def test_every_series_of_a_query_is_in_the_catalogue() -> None:
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
         allowed: set[str] = {"instance", "job", "namespace"}
-        for each in asked(query):
-            if each.name in rules.recorded():
+        for metric in asked(query):
+            if metric.name in rules.recorded():
                 allowed |= {"slo", "pool", "model"}
-            elif each.name not in process:
-                assert family_of(each.name) in labels, f"{where}: {each.name}"
-                allowed |= labels[family_of(each.name)]
-            assert each.labels <= allowed, f"{where}: {each}"
+            elif metric.name not in process:
+                assert family_of(metric.name) in labels, f"{where}: {metric.name}"
+                allowed |= labels[family_of(metric.name)]
+            assert metric.labels <= allowed, f"{where}: {metric}"
         assert grouped(query) <= allowed, where
 
 
@@ -66,17 +66,17 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
     assert Path(path).stem == board["uid"]
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
         cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
+            (column, y)
+            for column in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert not cells & occupied, f"{panel['title']} lies over another panel"
         assert place["x"] + place["w"] <= 24
-        taken |= cells
+        occupied |= cells
         if panel["type"] != "row":
             assert panel["type"] in ("timeseries", "stat")
             assert [target["refId"] for target in panel["targets"]] == list(
@@ -100,18 +100,18 @@ def test_every_alert_has_a_runbook(alert: str) -> None:
 def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
     for path in RUNBOOKS.glob("*.md"):
-        for each in asked(
+        for alert in asked(
             " ".join(
                 part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
             )
         ):
-            if each.name.startswith("penstock_"):
-                assert family_of(each.name) in families() | known(), f"{path.name}: {each.name}"
+            if alert.name.startswith("penstock_"):
+                assert family_of(alert.name) in families() | known(), f"{path.name}: {alert.name}"
 
 
 def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
-    found = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
-    alerts = [rule for group in found["groups"] for rule in group["rules"] if "alert" in rule]
+    result = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    alerts = [rule for group in result["groups"] for rule in group["rules"] if "alert" in rule]
     assert {rule["alert"] for rule in alerts} == set(rules.names())
     assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
     for rule in alerts:
@@ -176,10 +176,10 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
 
 def variables(query: str) -> dict[str, set[str]]:
     """Return the variables by which each series of the query is filtered."""
-    found = {}
+    result = {}
     for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
-        found[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
-    return found
+        result[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
+    return result
 
 
 @pytest.mark.parametrize("path", BOARD_FILES)
@@ -187,12 +187,14 @@ def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None
     board: dict[str, Any] = json.loads(files()[path])
     exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
     chosen = {"job", "namespace", "pool", "model"}
-    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", *chosen}
+    assert {metric["name"] for metric in board["templating"]["list"]} == {"datasource", *chosen}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            found = variables(target["expr"])
-            assert found.keys() == {each.name for each in asked(target["expr"])}, target["expr"]
-            for name, limits in found.items():
+            result = variables(target["expr"])
+            assert result.keys() == {metric.name for metric in asked(target["expr"])}, target[
+                "expr"
+            ]
+            for name, limits in result.items():
                 labels = chosen if name in rules.recorded() else exposed.get(family_of(name), set())
                 assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
 
@@ -252,7 +254,7 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
 
 def test_the_retry_budget_alert_needs_requests() -> None:
     """An idle gateway with a floor of 0 has no retries left, which is no problem."""
-    (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
+    (alert,) = [alert for alert in ALERTS if alert.name == "PenstockRetryBudgetExhausted"]
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
     )
@@ -262,7 +264,7 @@ def test_the_retry_budget_alert_needs_requests() -> None:
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
     """Two jobs that scrape one gateway duplicate its series, which Prometheus cannot pair."""
     each_one = "(job, namespace, instance, pool, endpoint)"
-    paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
+    paired = [metric.value for metric in ALERTS if f" * on {each_one} " in metric.value]
     assert len(paired) == 2
     for value in paired:
         left, right = value.split(f" * on {each_one} ")

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_of
@@ -38,76 +38,82 @@ def note(page: str, seen: Seen) -> None:
             seen[sample.name] |= set(sample.labels)
 
 
-async def scraped(home: House | SplitHouse, seen: Seen) -> None:
-    async with home.http.get(home.app.admin_url + "/metrics") as answer:
+async def scraped(fleet: GatewayFleet | SplitFleet, seen: Seen) -> None:
+    async with fleet.http.get(fleet.app.admin_url + "/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         note(await answer.text(), seen)
 
 
-async def a_little_of_everything(home: House) -> None:
+async def a_little_of_everything(fleet: GatewayFleet) -> None:
     """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_queue_seconds_count"):
-            await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
+        while not fleet.metric("penstock_queue_seconds_count"):
+            await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
-        last = await home.ask()
+        last = await fleet.ask()
     favourite = next(
-        each for each in home.groups if each.url.endswith(last.headers["x-penstock-endpoint"])
+        metric
+        for metric in fleet.groups
+        if metric.url.endswith(last.headers["x-penstock-endpoint"])
     )
     favourite.faults.set("5xx")
     for _ in range(8):
-        await home.ask(stream=False)
+        await fleet.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric(
+        while not fleet.metric(
             "penstock_upstream_errors_total"
         ):  # the last request may have gone to the other endpoint
-            await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
-    for member in home.groups:
+            await asyncio.gather(*(fleet.ask(stream=False) for _ in range(2)))
+    for member in fleet.groups:
         member.faults.set("stall")
-    waiting = [asyncio.create_task(home.ask()) for _ in range(8)]
+    waiting = [asyncio.create_task(fleet.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_shed_total"):
+        while not fleet.metric("penstock_shed_total"):
             await asyncio.sleep(0.005)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    async with home.http.put(home.app.admin_url + "/config", data="version: 2") as answer:
+    async with fleet.http.put(fleet.app.admin_url + "/config", data="version: 2") as answer:
         assert answer.status == 400
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_client_disconnects_total"):
+        while not fleet.metric("penstock_client_disconnects_total"):
             await asyncio.sleep(0.005)
 
 
 async def test_every_series_of_a_query_is_in_a_scrape() -> None:
-    seen: Seen = defaultdict(set)
+    observation: Seen = defaultdict(set)
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
-    async with house(2, concurrency=2, pool=room) as home:
-        await a_little_of_everything(home)
-        await scraped(home, seen)
-    async with split_house("vllm_nixl", groups=(1, 1)) as halves:
-        await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
-        await scraped(halves, seen)
-    seen["up"] = set()
+    async with gateway_fleet(2, concurrency=2, pool=room) as fleet:
+        await a_little_of_everything(fleet)
+        await scraped(fleet, observation)
+    async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
+        await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
+        await scraped(halves, observation)
+    observation["up"] = set()
     for name in rules.recorded():
-        seen[name] = {"slo", "pool", "model"}
+        observation[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {each.name for each in asked(query)}
+        names = {metric.name for metric in asked(query)}
         families = names if query in by_hand() else {family_of(name) for name in names}
-        assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
+        assert families <= observation.keys(), (
+            f"{where}: {families - observation.keys()} in no scrape"
+        )
         excused = (
             WITHOUT_A_CHILD.keys()
             if query in by_hand()
-            else {name for name in names if not seen.get(name)}
+            else {name for name in names if not observation.get(name)}
         )
-        for each in asked(query):
-            if each.name not in excused:
-                assert each.labels <= seen[each.name] | GIVEN, (
-                    f"{where}: {each.labels - seen[each.name]}"
+        for metric in asked(query):
+            if metric.name not in excused:
+                assert metric.labels <= observation[metric.name] | GIVEN, (
+                    f"{where}: {metric.labels - observation[metric.name]}"
                 )
         if not names & excused:
-            assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
+            assert grouped(query) <= set().union(*(observation[name] for name in names)) | GIVEN, (
+                where
+            )
     for name in WITHOUT_A_CHILD:
-        assert not seen[name], f"{name} has children now: it needs no excuse any more"
+        assert not observation[name], f"{name} has children now: it needs no excuse any more"
 
 
 def by_hand() -> set[str]:

@@ -20,7 +20,7 @@ from gateway.cli.doctor.findings import Verdict, bad, good, group_findings
 from gateway.cli.doctor.probe import Line, Probed, Said
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind, Layout
-from tests.chaos.house import house
+from tests.chaos.gateway_fleet import gateway_fleet
 from tests.redis_server import redis_server
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
@@ -159,7 +159,7 @@ def test_the_configuration_says_how_many_gpus_a_link_domain_has() -> None:
 
 
 async def test_real_probes_of_engines_without_a_file_tell_who_is_not_there() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as home:
         words = ("doctor", "--engine", home.groups[0].url, "--engine", "http://127.0.0.1:9", "--measure", "--json")
         done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
         told = json.loads(done.output)

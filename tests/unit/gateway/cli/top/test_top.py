@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.cli.admin_client import NoAnswerError
 from gateway.cli.top.render import COLUMNS, board, spark, volume
-from tests.chaos.house import house
+from tests.chaos.gateway_fleet import gateway_fleet
 from tests.fair_time import PATIENCE_S
 
 
@@ -90,7 +90,7 @@ def test_a_sparkline_shows_the_largest_of_each_part() -> None:
 
 
 async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(2) as home:
+    async with gateway_fleet(2) as home:
         for words, wanted in (((), "2 of 2 serve"), (("--once",), "2 of 2 serve"), (("--json",), '"endpoints"')):
             asked = ("top", *words, "--admin", home.app.admin_url)
             done = await asyncio.to_thread(CliRunner().invoke, main.app, asked)
