@@ -14,6 +14,7 @@ GOODPUT ?=
 SOAK   ?=
 OVERLOAD ?=
 RESTARTS ?=
+ATTACKS ?=
 TLS    ?=
 ISOLATION ?=
 BASE   ?=
@@ -27,7 +28,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +118,9 @@ gateways: $(VENV)/.dev ## two gateways with one view on the trace, and ten minut
 
 restarts: $(VENV)/.dev ## ten restarts under load with open streams: by SIGUSR2, under systemd-socket-activate, with workers (docs/restart.md)
 	$(PY) -m bench.load.restarts $(RESTARTS)
+
+attacks: $(VENV)/.dev ## what each attack costs everyone else: latency without and with it, and memory (fifteen minutes; ATTACKS="--only heads")
+	$(PY) -m bench.load.attack_cost $(ATTACKS)
 
 tls: $(VENV)/.dev ## curl, openai SDK, Java and Node over TLS while certificates are exchanged: 6,000 requests, 0 may fail (two minutes; TLS="--only curl")
 	$(PY) -m bench.load.tls $(TLS)

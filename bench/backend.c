@@ -78,7 +78,7 @@ static const struct { const char *path, *type, *body; } pages[] = {
     {"/health", "text/plain", ""},
     {"/health_generate", "text/plain", ""},
     {"/version", "application/json", "{\"version\":\"0.11.0\"}"},
-    {"/v1/models", "application/json", "{\"object\":\"list\",\"data\":[{\"id\":\"bench-model\",\"object\":\"model\",\"created\":1760000000,\"owned_by\":\"vllm\",\"root\":\"bench-model\",\"parent\":null,\"max_model_len\":262144}]}"},
+    {"/v1/models", "application/json", "{\"object\":\"list\",\"data\":[{\"id\":\"bench-model\",\"object\":\"model\",\"created\":1760000000,\"owned_by\":\"vllm\",\"root\":\"bench-model\",\"parent\":null,\"max_model_len\":262144},{\"id\":\"bench-split\",\"object\":\"model\"}]}"},
     {"/get_model_info", "application/json", "{\"model_path\":\"bench-model\",\"tokenizer_path\":\"\",\"is_generation\":true,\"preferred_sampling_params\":null}"},
     {"/model_info", "application/json", "{\"model_path\":\"bench-model\",\"tokenizer_path\":\"\",\"is_generation\":true,\"preferred_sampling_params\":null}"},
     {"/get_server_info", "application/json", "{\"model_path\":\"bench-model\",\"served_model_name\":\"bench-model\",\"tp_size\":1,\"dp_size\":1,\"version\":\"0.5.3\",\"internal_states\":[{}]}"},

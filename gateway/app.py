@@ -106,9 +106,7 @@ class App:
         lost = self.metrics.inside.log_lines_dropped_total
         self._log = AccessLog(config.observability, self._loop, lost)
         self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
-        self._health_checker = Watcher(config, self._endpoints, self._on_models_changed)
-        self._endpoints.on_out = self._health_checker.suspect
-        self._endpoints.ask_health = self._health_checker.check
+        self._health_checker = self._create_health_checker(config)
         self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
         plan = build(config, self._endpoints, self._admission, {})
         self._endpoints.adopt(plan.adoption)
@@ -137,6 +135,12 @@ class App:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._attach_gauges()
+
+    def _create_health_checker(self, config: Config) -> Watcher:
+        checker = Watcher(config, self._endpoints, self._on_models_changed)
+        self._endpoints.on_out, self._endpoints.ask_health = checker.suspect, checker.check
+        self._endpoints.on_model_gone = checker.relist
+        return checker
 
     def _create_reload(self, origin: Origin, rng: Random) -> None:
         """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback."""
@@ -456,9 +460,16 @@ class App:
                 log.exception("a sweep failed")
 
     def _on_models_changed(self) -> None:
-        """Rebuild the routes after an engine's models have changed, if none are configured."""
-        if not self.gateway.snapshot.config.models:
-            self._on_discovered()
+        """Rebuild the routes after an engine's list of models has changed.
+
+        With configured models, this replaces the snapshot only if they gained or lost endpoints.
+        """
+        before, models = self.gateway.snapshot, discovered(self.gateway)
+        plan = build(before.config, self._endpoints, self._admission, models, before)
+        after = plan.snapshot
+        is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
+        if not before.config.models or not is_same:
+            self.swap.carry_out(plan)
 
     def _on_discovered(self) -> None:
         """Apply newly discovered endpoints or models in the same way as a reload."""

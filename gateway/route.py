@@ -30,12 +30,15 @@ from gateway.telemetry.accounting import Accounts
 from gateway.trials.canary import Chosen, Sides
 from gateway.trials.shadow import Shadows
 from policies.contract import Policy
-from policies.model import STANDARD, Candidate, Request, Slo
+from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
 
-Prepare = Callable[[Exchange, Call, Client, Booking, Callable[[], None]], tuple[bytes, Call, Relay]]
+Prepare = Callable[
+    [Exchange, Call, Client, Booking, Callable[[], None], str], tuple[bytes, Call, Relay]
+]
 """Builds the head, the body and the answer's relay of one attempt at a booked endpoint.
 
-The last argument is called once, at the first generated token.
+The callback is called once, at the first generated token. The last argument is the endpoint's name
+of the model.
 """
 
 
@@ -55,6 +58,9 @@ class Route(msgspec.Struct, frozen=True):
     canary        the route that serves a part of the requests; None: there is none
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     the largest product of prompts and choices in one request
+    engine_name   the engines' name of the model; "" if each endpoint has its own
+    is_partial    some endpoints of the pool do not serve the model, so a Permit of the pool does
+                  not imply a free place at one of `candidates`
     """
 
     name: str
@@ -74,11 +80,17 @@ class Route(msgspec.Struct, frozen=True):
     canary: CanaryRoute | None = None
     resume: Resume | None = None
     sequences: int = 256
+    engine_name: str = ""
+    is_partial: bool = False
 
     @property
     def served_model(self) -> str:
-        """The model name in upstream requests, unless the endpoint has its own."""
+        """The model name in a parsed Request, whatever its engines call it."""
         return self.name
+
+    def resolve_name(self, endpoint: Endpoint) -> str:
+        """Return the name by which the endpoint's engine lists the model."""
+        return self.engine_name or endpoint.served_model or self.name
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
@@ -123,6 +135,8 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     routes    by every name that a client may use, aliases included
     tenants   by SHA-256 of the key; empty when no key is required
     policies, tried  by pool
+    unlisted  why no route has a model name (aliases included): no endpoint of its pool lists it
+    able      by model, the slots of the endpoints that may serve it, prefill endpoints included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
     """
@@ -135,6 +149,8 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     levels: Levels
     tried: Mapping[str, PoolTrials] = {}
     salts: CacheSalts | None = None
+    unlisted: Mapping[str, str] = {}
+    able: Mapping[str, tuple[int, ...]] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a request; "" when no key is required.

@@ -119,14 +119,14 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
     wish = snapshot.levels.wish(client.headers, exchange.tenant)
-    body = client.body_at_hand() or await client.body(partial(exchange.hold, gate))
+    body = client.body_at_hand() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.hold(gate, len(body))
     kept = gateway.accounts.kept
     caller = Caller(
         exchange.id, exchange.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts
     )
-    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller)
+    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
@@ -149,6 +149,18 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             problem = await attempts(plan)
         if problem is not None:
             await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
+    """Receive a body that did not arrive with its head.
+
+    When it is large, wait until it may be parsed.
+    """
+    gate = gateway.gate
+    payer = exchange.tenant or exchange.client
+    return await client.body(
+        partial(exchange.hold, gate), partial(gate.large_bodies.wait_for_turn, payer)
+    )
 
 
 async def _admit(
@@ -214,7 +226,8 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
         output_tokens = None
         if exchange.outcome != "refused":
             output_tokens = outcome_of(exchange).output_tokens
-        gateway.gate.quotas.settle(exchange.quota, request, output_tokens)
+        prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
+        gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
     if exchange.room is None:
         return
     if exchange.asked is not None:

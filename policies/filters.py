@@ -50,8 +50,13 @@ def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate
 
 
 def fits_context(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints whose context limit holds the prompt and the expected answer."""
-    needed = query.request.prompt_tokens + query.request.output_tokens
+    """Keep endpoints whose context limit holds a prompt and its expected answer.
+
+    Each prompt of a list and each of several answers needs a context of its own. The prompts of a
+    list are assumed to be equally long.
+    """
+    request = query.request
+    needed = request.prompt_tokens // request.prompts + request.output_tokens // request.choices
     return [
         candidate
         for candidate in candidates

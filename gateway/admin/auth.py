@@ -85,6 +85,11 @@ def _is_ours(transport: BaseTransport) -> bool:
     return line is not None and bool(line.family == AF_UNIX)
 
 
+def is_supervisor(request: web.Request) -> bool:
+    """Return whether the supervisor of this worker sent the request."""
+    return request.transport is not None and _is_ours(request.transport)
+
+
 def refuse(status: int, why: str) -> web.Response:
     """A JSON error."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from gateway.config import Config, Problem
+from gateway.admin.auth import is_supervisor
+from gateway.config import Loaded, Problem
 from gateway.config.diff import Change, shown
 from gateway.config.tls_files import certificates
 from gateway.config.yaml_source import FILE_CAP_BYTES
@@ -48,9 +49,10 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         state = _state(reloader) | {
             "shared": target.shared_state(),
             "file_differs": await asyncio.to_thread(reloader.file_differs),
-            "certificates": await asyncio.to_thread(_certificates, reloader.running.config),
+            "certificates": await asyncio.to_thread(_certificates, reloader.running),
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
+            "unlisted": dict(sorted(snapshot.unlisted.items())),
             "retiring": target.swap.retiring,
             "config": shown(reloader.running),
         }
@@ -129,7 +131,12 @@ def _malformed(message: str, status: int = 400) -> web.Response:
 
 
 def _options(request: web.Request) -> ChangeOptions:
-    return ChangeOptions(*(_has_flag(request, flag) for flag in ("dry_run", "noted", "force")))
+    return ChangeOptions(
+        dry_run=_has_flag(request, "dry_run"),
+        noted=_has_flag(request, "noted"),
+        force=_has_flag(request, "force"),
+        kept=_has_flag(request, "kept") and is_supervisor(request),
+    )
 
 
 def _has_flag(request: web.Request, flag: str) -> bool:
@@ -145,16 +152,16 @@ def _state(reloader: Reloader) -> dict[str, Any]:
     }
 
 
-def _certificates(config: Config) -> list[dict[str, Any]]:
+def _certificates(loaded: Loaded) -> list[dict[str, Any]]:
     """Return the expiry of each certificate file, and why it is refused now, if it is."""
     return [
         {
             "path": certificate.path,
-            "file": certificate.file,
+            "file": loaded.resolved.hide(certificate.file),
             "not_after": _time(certificate.not_after),
             "problem": certificate.doubt,
         }
-        for certificate in certificates(config, time())
+        for certificate in certificates(loaded.config, time())
     ]
 
 

@@ -106,6 +106,7 @@ class Minute(msgspec.Struct, frozen=True):
     waiting: Mapping[str, int] = {}
     refused: str | None = None
     shared_problem: str | None = None
+    unlisted: Sequence[str] = ()
 
 
 def findings(minute: Minute) -> list[Reason]:
@@ -113,6 +114,7 @@ def findings(minute: Minute) -> list[Reason]:
     found = [
         *_configuration(minute),
         *_shared(minute),
+        *_unlisted(minute),
         *_out(minute.endpoints),
         *_shed(minute),
         *_waiting(minute),
@@ -142,6 +144,11 @@ def shortened(found: Sequence[Reason]) -> Sequence[Reason]:
 def _configuration(minute: Minute) -> Iterator[Reason]:
     if minute.refused is not None:
         yield Reason("warn", f"The last configuration was rejected: {minute.refused}")
+
+
+def _unlisted(minute: Minute) -> Iterator[Reason]:
+    for message in minute.unlisted:
+        yield Reason("bad", f"{message} Requests for it get 404; `penstock doctor --config FILE` has the remedy.")
 
 
 def _shared(minute: Minute) -> Iterator[Reason]:

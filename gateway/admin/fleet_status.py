@@ -49,6 +49,7 @@ class Standing(msgspec.Struct, frozen=True):
     streams    requests that are served now            under_way  handoffs
     refused    what is wrong with the configuration that was refused last
     shared     the view shared with other gateways (Pump.state); None: there is none
+    unlisted   by name, why a configured model is not served: no endpoint lists it
     """
 
     config: dict[str, Any]
@@ -61,6 +62,7 @@ class Standing(msgspec.Struct, frozen=True):
     streams: int
     refused: str | None
     shared: dict[str, Any] | None = None
+    unlisted: dict[str, str] = {}
 
 
 def stand(target: AdminTarget, now: float) -> Standing:
@@ -80,6 +82,7 @@ def stand(target: AdminTarget, now: float) -> Standing:
         streams=target.gateway.gate.active,
         refused=None if error is None else str(error.problems[0]),
         shared=target.shared_state(),
+        unlisted=dict(target.gateway.snapshot.unlisted),
     )
 
 

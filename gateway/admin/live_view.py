@@ -156,6 +156,7 @@ def _minute(standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Map
         prices={pool["name"]: pool["price"] for pool in standing.pools},
         waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
         refused=standing.refused,
+        unlisted=sorted(set(standing.unlisted.values())),
         shared_problem=None if standing.shared is None else standing.shared["problem"] or None,
     )
 

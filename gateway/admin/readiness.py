@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from policies.model import Candidate, Role
 
 if TYPE_CHECKING:
-    from gateway.route import Gateway, Route
+    from gateway.route import Gateway, Route, Snapshot
     from policies.pricing.split import Group
 
 
@@ -21,13 +21,14 @@ def obstacle(gateway: Gateway, *, draining: bool) -> str | None:
         return "draining"
     if not any(live.models_at is not None for live in gateway.endpoints.all()):
         return "no endpoint has answered"
-    problems = _all_unserved(gateway.snapshot.routes)
+    problems = _all_unserved(gateway.snapshot)
     return None if problems is None else "\n".join(problems)
 
 
-def _all_unserved(routes: Mapping[str, Route]) -> list[str] | None:
+def _all_unserved(snapshot: Snapshot) -> list[str] | None:
     """Return one line per model if no model can be served; None otherwise."""
-    missing = {route.name: _missing_endpoint(route) for route in routes.values()}
+    served = {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
+    missing = dict(snapshot.unlisted) | served
     if not all(missing.values()):
         return None
     return [f"model '{name}': {text}" for name, text in sorted(missing.items())] or None

@@ -1,7 +1,7 @@
 """Admission control: a queue per pool, memory for request bodies, and the retry budget.
 
-The decisions are made in policies.admission.admission and policies.health.retry; here are the futures that requests
-wait on. Whatever a request takes, it gives back by leaving a `with` block.
+The decisions are made in policies.admission.admission and policies.health.retry; here are the
+futures that requests wait on. Whatever a request takes, it gives back by leaving a `with` block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gateway.admission.quotas import Quotas
 from gateway.config import Config, WaitingRoom
 from gateway.fleet.outgoing_updates import News
 from gateway.http.eager_task import within
+from gateway.http.large_bodies import LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission
 from policies.admission import wait_queue as waiting
@@ -275,8 +276,15 @@ class Gate:
     """
 
     __slots__ = (
-        *("_budget_bytes", "_retries", "_retry_waiters", "_rooms", "_updates"),
-        *("body_bytes", "quotas", "stopping"),
+        "_budget_bytes",
+        "_retries",
+        "_retry_waiters",
+        "_rooms",
+        "_updates",
+        "body_bytes",
+        "large_bodies",
+        "quotas",
+        "stopping",
     )
 
     def __init__(self, config: Config) -> None:
@@ -286,6 +294,7 @@ class Gate:
         self.stopping = False
         self._updates: News | None = None
         self.quotas = Quotas()
+        self.large_bodies = LargeBodies()
         self.body_bytes = 0
         self.configure(config)
 

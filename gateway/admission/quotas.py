@@ -66,17 +66,26 @@ class Quotas:
                 self.news.take(request.tenant, request.prompts, tokens)
         return quota
 
-    def settle(self, quota: Quota, request: Request, output_tokens: int | None) -> None:
+    def settle(
+        self,
+        quota: Quota,
+        request: Request,
+        output_tokens: int | None,
+        prompt_tokens: int | None = None,
+    ) -> None:
         """Correct the charge of a request that has ended.
 
         output_tokens  tokens that the engine generated; None if the request was refused: it is
                        refunded
+        prompt_tokens  as the engine counted them; None if it reported none
         """
         if output_tokens is None:
             requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
             quota.give_back(-tokens, request.prompts)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
+            if prompt_tokens is not None:
+                tokens += prompt_tokens - request.prompt_tokens
             quota.correct(tokens)
         if self.news is not None:
             self.news.take(request.tenant, requests, tokens)

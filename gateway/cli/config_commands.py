@@ -29,7 +29,7 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
             key: config[key]
             for key in (
                 *("version", "applied", "file_differs", "last_error", "needs_restart", "models", "shared"),
-                "certificates",
+                *("certificates", "unlisted"),
             )
         }
         print_json(told | {"endpoints": fleet, "shadows": shadows, "canaries": canaries})
@@ -47,6 +47,8 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
     for each in config["certificates"]:
         if each["problem"] is not None:
             say(f"{each['path']}: {each['file']} {each['problem']}", style="red")
+    for name, message in config["unlisted"].items():
+        say(f"requests for model {name} get 404: {message}", style="red")
     for problem in error["problems"] if error else ():
         say(f"last attempt rejected ({error['source']}, {error['at']}): {problem['text']}", style="red")
     _tried(shadows, canaries)

@@ -25,6 +25,7 @@ def errors(data: Any) -> Iterator[Finding]:
     """Yield everything in `data` (plain values as read) that is inconsistent."""
     yield from _model_names(data)
     yield from _model_pools(data)
+    yield from _served_models(data)
     yield from _endpoints(data)
     yield from _discovery_sources(data)
     yield from _ports(data)
@@ -55,6 +56,8 @@ def warnings(data: Any) -> Iterator[Finding]:
     for path, _ in items(get(data, "pools"), ("pools",)):
         if used and path[-1] not in used:
             yield Finding(path, "no model uses this pool", on_key=True)
+    yield from _unused_names(data)
+    yield from _names_to_list(data)
     yield from role_rules.warnings(data)
     yield from layout_rules.warnings(data)
     yield from isolation_rules.warnings(data)
@@ -199,6 +202,44 @@ def _model_pools(data: Any) -> Iterator[Finding]:
             yield Finding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
     if not get(data, "models") and len(pools) > 1:
         yield Finding(("pools",), "several pools need models that say which pool serves which name")
+
+
+def _served_models(data: Any) -> Iterator[Finding]:
+    """Yield each endpoint's served_model of which it is unclear what model of its pool it means."""
+    for path, served, names in _shared_names(data):
+        if served not in names:
+            text = f"could mean any model of its pool ({', '.join(names)})"
+            remedy = "leave it out and set served_model of that model under models"
+            yield Finding(path, f"{text}: {remedy}")
+
+
+def _names_to_list(data: Any) -> Iterator[Finding]:
+    for path, served, names in _shared_names(data):
+        if served in names:
+            others = ", ".join(name for name in names if name != served)
+            text = f"is the name of {served} only: the engine must list {others}"
+            yield Finding(path, f"{text}, or served_model under models must be a name it lists")
+
+
+def _shared_names(data: Any) -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield path and value of each served_model that could mean several models, and their names."""
+    for path, pool in items(get(data, "pools"), ("pools",)):
+        names = role_rules.unnamed_models(data, path[-1])
+        template = get(get(pool, "discover"), "endpoint")
+        specs = [
+            *items(get(pool, "endpoints"), (*path, "endpoints")),
+            ((*path, "discover", "endpoint"), template),
+        ]
+        for spec_path, spec in specs if len(names) > 1 else ():
+            if isinstance(served := get(spec, "served_model"), str):
+                yield (*spec_path, "served_model"), served, names
+
+
+def _unused_names(data: Any) -> Iterator[Finding]:
+    for path, spec in () if get(data, "models") else _specs(data):
+        if get(spec, "served_model") is not None:
+            text = "has no effect without models: requests use the names that engines list"
+            yield Finding((*path, "served_model"), text)
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -42,7 +42,18 @@ def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
     """Return all differences, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
-    return (*differences, *_changed_files(before, after))
+
+    def hide(text: str) -> str:
+        return after.resolved.hide(before.resolved.hide(text))
+
+    return tuple(
+        Change(
+            hide(change.path),
+            None if change.before is None else hide(change.before),
+            None if change.after is None else hide(change.after),
+        )
+        for change in (*differences, *_changed_files(before, after))
+    )
 
 
 def _changed_files(before: Loaded, after: Loaded) -> Iterator[Change]:
@@ -161,10 +172,21 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """Return the shown name of a child: for an endpoint its name rather than its URL."""
-    if side is None or not isinstance(side.value, dict) or "url" not in side.value:
+    """Return the shown name of a child.
+
+    An endpoint is shown by its name rather than its URL, and a reference as it is written.
+    """
+    if side is None or not isinstance(side.value, dict) or not isinstance(side.path[-1], int):
         return key
-    return str(side.value.get("name") or without_scheme(key))
+    paths = ((*side.path, "name"), (*side.path, "url"), side.path)
+    written = [side.written.get(path) for path in paths]
+    reference = next((text for text in written if isinstance(text, str) and "${" in text), None)
+    if "url" in side.value:
+        own_name = side.value.get("name")
+        if reference is not None and reference in written[: 1 if own_name else 2]:
+            return reference
+        return str(own_name or without_scheme(key))
+    return reference or key
 
 
 def _plain(value: object) -> str:

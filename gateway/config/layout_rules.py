@@ -85,8 +85,9 @@ def _served_names(spec: Any, names: list[str]) -> list[str]:
 
 def _pool_models(data: Any, pool: object) -> Iterator[str]:
     for _, model in items(get(data, "models"), ("models",)):
-        if get(model, "pool") == pool and isinstance(get(model, "name"), str):
-            yield model["name"]
+        if get(model, "pool") == pool:
+            names = (get(model, key) for key in ("served_model", "name"))
+            yield from (name for name in names if isinstance(name, str))
 
 
 def _known_shape(names: list[str]) -> AttentionShape | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -15,11 +16,12 @@ from gateway.config.file_reader import raw_bytes, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.tls_sections import FOLDER
 from gateway.config.tree import Config
-from gateway.config.yaml_source import Source, parse
+from gateway.config.yaml_source import Resolved, Source, parse
 
 SCHEMA_ID = "urn:penstock:config:v1"
 MASK = "**********"
 _ENGINES_POOL = "engines"
+_NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -32,6 +34,7 @@ class Loaded(msgspec.Struct, frozen=True):
     written             path -> value as written in the text; secrets in it are masked
     has_secret_in_text  a secret is in the text itself rather than behind a reference
     files               path of a value that names a file -> digest of that file
+    resolved            what its references resolved to, which no reply may show
     """
 
     config: Config
@@ -43,6 +46,7 @@ class Loaded(msgspec.Struct, frozen=True):
     written: Mapping[Path, object] = {}
     in_clear: bool = False
     files: Mapping[Path, bytes] = {}
+    resolved: Resolved = Resolved()
 
 
 def load(path: FilePath, env: Mapping[str, str]) -> Config:
@@ -55,12 +59,15 @@ def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
     return examine_text(raw_bytes(path), str(path), env)
 
 
-def examine_text(text: bytes, file: str, env: Mapping[str, str]) -> Loaded:
+def examine_text(
+    text: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED
+) -> Loaded:
     """Load from text like load_with_warnings().
 
-    `file` is its name in problems, and relative paths start at its folder.
+    `file` is its name in problems, and relative paths start at its folder. `refused` gives, by
+    path, the reason why references there may not be resolved (references.py).
     """
-    return _build(parse(text, file, env, read_file), text)
+    return _build(parse(text, file, env, read_file, refused), text)
 
 
 def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:
@@ -119,6 +126,7 @@ def _build(source: Source, text: bytes = b"") -> Loaded:
         source.written | dict.fromkeys(in_clear, MASK),
         bool(in_clear),
         source.files,
+        source.resolved,
     )
 
 

@@ -63,6 +63,11 @@ class Model(Section):
         (), "Other names for the same model; a response contains the name that was requested."
     )
     pool: Name = Field(description="The pool whose endpoints serve it.")
+    served_model: Name | None = setting(
+        None,
+        "The engines' name of it, as they list it at /v1/models; `name` by default. In a pool with "
+        "several models, only this setting can give it.",
+    )
     context_tokens: Count | None = setting(
         None, "Maximum of prompt plus response; the gateway refuses longer requests."
     )

@@ -62,7 +62,8 @@ def show_path(path: Path) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return '; did you mean "x"?' for the closest known word, else the few known words, or ""."""
-    choices = sorted(known)
+    # A word that came from a reference is shown as the reference is written.
+    choices = sorted(str(getattr(each, "written", each)) for each in known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:
         return f'; did you mean "{close[0]}"?'

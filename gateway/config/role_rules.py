@@ -31,7 +31,8 @@ def errors(data: Any) -> Iterator[Finding]:
         dialect = dialects.DIALECTS.get(str(get(split, "dialect")))
         if specs and dialect is not None:
             yield from _once(_dialect_errors(dialect, specs), reported)
-            yield from _pair_errors((*path, "split"), str(get(model, "name")), dialect, specs)
+            is_clear = len(unnamed_models(data, get(model, "pool"))) < 2
+            yield from _pair_errors((*path, "split"), model, dialect, specs, is_clear=is_clear)
     if not get(data, "models"):
         for path, _ in items(get(data, "pools"), ("pools",)):
             specs = _endpoints(data, path[-1])
@@ -103,13 +104,29 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[Finding]:
             yield Finding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
 
 
-def _pair_errors(path: Path, model: str, dialect: Dialect, specs: Specs) -> Iterator[Finding]:
+def unnamed_models(data: Any, pool: object) -> list[str]:
+    """Return the names of a pool's models without a served_model of their own."""
+    models = (
+        model for _, model in items(get(data, "models"), ("models",)) if get(model, "pool") == pool
+    )
+    return [str(get(model, "name")) for model in models if get(model, "served_model") is None]
+
+
+def _pair_errors(
+    path: Path, model: Any, dialect: Dialect, specs: Specs, *, is_clear: bool
+) -> Iterator[Finding]:
+    """Yield what keeps a model's endpoints from forming pairs.
+
+    `is_clear`: an endpoint's served_model can only mean this model.
+    """
     groups: dict[str, list[str]] = {}
+    name, served = str(get(model, "name")), get(model, "served_model")
     for _, spec in specs:
         labels = get(spec, "labels")
+        own_name = spec.get("served_model") if is_clear else None
         key = compat(
             dialect.engine,
-            str(spec.get("served_model", model)),
+            str(served or own_name or name),
             labels if isinstance(labels, dict) else {},
         )
         groups.setdefault(key, []).append(_role(spec))

@@ -130,7 +130,9 @@ class EndpointTraits(Section):
     )
     engine: EngineKind = setting("vllm", "The engine's API dialect: vllm, sglang or trtllm.")
     served_model: Name | None = setting(
-        None, "The engine's name of the model; by default the requested name."
+        None,
+        "The engine's name of the pool's model, as it lists it at /v1/models; by default the "
+        "model's name. In a pool with several models, set served_model of the model instead.",
     )
     layout: Layout = setting({}, "How it distributes the model over GPUs.")
     labels: Mapping[Name, Label] = setting(

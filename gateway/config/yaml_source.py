@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -23,6 +24,9 @@ FILE_CAP_BYTES = 1 << 20
 SECRET_CAP_BYTES = 64 << 10
 NODE_CAP = 100_000
 DEPTH_CAP = 32
+# A resolved value of fewer characters is no secret, and could be found in any text.
+LEAST_HIDDEN = 8
+_NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 _START = Mark(1, 1)
 _REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
 _OPEN = re.compile(r"(?<!\$)\$\{")
@@ -113,6 +117,31 @@ def numbers_if_substituted(value: Any) -> Any:
     return number_if_substituted(value)
 
 
+class Resolved:
+    """What the references of a text resolved to, so that no message shows it.
+
+    Its repr shows no value.
+    """
+
+    __slots__ = ("_by_value",)
+
+    def __init__(self) -> None:
+        self._by_value: dict[str, str] = {}
+
+    def add(self, reference: str, value: str) -> None:
+        """Add the value of a reference, unless it has fewer than LEAST_HIDDEN characters."""
+        if len(value) >= LEAST_HIDDEN:
+            for form in (value, value.strip(), value.lower(), repr(value)[1:-1]):
+                self._by_value[form] = reference
+
+    def hide(self, text: str) -> str:
+        """Return the text with every resolved value replaced by its reference."""
+        for value in sorted(self._by_value, key=len, reverse=True):
+            if value in text:
+                text = text.replace(value, self._by_value[value])
+        return text
+
+
 class Source:
     """The content of one file as plain data, with places and problems.
 
@@ -124,6 +153,7 @@ class Source:
     written        path -> value as written, with references not filled in
     references     the files that are referred to
     files          path of a value that names a file -> digest of that file
+    resolved       what the references resolved to
     """
 
     def __init__(self, file: str) -> None:
@@ -132,6 +162,7 @@ class Source:
         self.written: dict[Path, object] = {}
         self.references: dict[FilePath, None] = {}
         self.files: dict[Path, bytes] = {}
+        self.resolved = Resolved()
         self._digest = hashlib.sha256()
         self.marks: dict[Path, Mark] = {}
         self.keys: dict[Path, Mark] = {}
@@ -149,7 +180,8 @@ class Source:
     def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
         """Create a Problem at the place of `path`."""
         mark = self.mark(path, key=key)
-        return Problem(self.file, mark.line, mark.column, show_path(path), message)
+        text = self.resolved.hide(message)
+        return Problem(self.file, mark.line, mark.column, show_path(path), text)
 
     def fail(self, path: Path, message: str, *, key: bool = False) -> None:
         """Record an error at `path`; only the first one at a path is kept."""
@@ -171,12 +203,40 @@ class Source:
         return self._digest.digest()
 
 
-def parse(raw: bytes, file: str, env: Mapping[str, str], read_file: ReadFile) -> Source:
+def parse(
+    raw: bytes,
+    file: str,
+    env: Mapping[str, str],
+    read_file: ReadFile,
+    refused: Mapping[Path, str] = _NONE_REFUSED,
+) -> Source:
     """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
 
     `file` is the name shown in problems; relative references start at its folder. `read_file` reads
-    the files that are referred to.
+    the files that are referred to. `refused` gives, by path, the reason why the references of a
+    value may not be resolved.
     """
+    source, node = _begin(raw, file)
+    source.data = _Reader(source, env, read_file, refused).value(node, ())
+    return source
+
+
+def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
+    """Return every value as written, with no reference resolved.
+
+    Raises ConfigError when the text is not YAML.
+    """
+    source, node = _begin(raw, file)
+    _WrittenReader(source, {}, _read_nothing, _NONE_REFUSED).value(node, ())
+    return source.written
+
+
+def references_in(text: str) -> Sequence[str]:
+    """Return the references in a value as written."""
+    return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
+
+
+def _begin(raw: bytes, file: str) -> tuple[Source, Node]:
     if len(raw) > FILE_CAP_BYTES:
         text = f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
         raise invalid_file(file, text)
@@ -192,8 +252,7 @@ def parse(raw: bytes, file: str, env: Mapping[str, str], read_file: ReadFile) ->
         raise invalid_file(file, text)
     source = Source(file)
     source.depends_on(raw)
-    source.data = _Reader(source, env, read_file).value(node, ())
-    return source
+    return source, node
 
 
 def _compose(text: str, file: str) -> Node | None:
@@ -229,10 +288,17 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[Mark, str]:
 class _Reader:
     """Converts a node tree to plain data. A limit on the number of values stops alias bombs."""
 
-    def __init__(self, source: Source, env: Mapping[str, str], read_file: ReadFile) -> None:
+    def __init__(
+        self,
+        source: Source,
+        env: Mapping[str, str],
+        read_file: ReadFile,
+        refused: Mapping[Path, str],
+    ) -> None:
         self._source = source
         self._env = env
         self._read_file = read_file
+        self._refused = refused
         self._remaining = NODE_CAP
 
     def value(self, node: Node, path: Path) -> Any:
@@ -293,15 +359,16 @@ class _Reader:
     def _substitute(self, text: str, path: Path) -> str:
         if "${" not in text:
             return text
+        if path in self._refused:
+            self._source.fail(path, self._refused[path])
+            return _substituted("", text)
         filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
         if _OPEN.search(_REFERENCE.sub(" ", text)):
             self._source.fail(
                 path,
                 "a ${ is not closed, or has another reference inside; write $${ for a literal ${",
             )
-        result = Substituted(filled)
-        result.written = text
-        return result
+        return _substituted(filled, text)
 
     def _reference(self, match: re.Match[str], path: Path) -> str:
         if match[1]:
@@ -321,6 +388,7 @@ class _Reader:
         self._source.depends_on(
             variable[1].encode(), (value or "").encode("utf-8", "surrogateescape")
         )
+        self._source.resolved.add(match[0], value or "")
         if variable[2] is not None:
             return value or variable[2]  # as in a shell, :- also replaces an empty value
         if value is None:
@@ -349,7 +417,26 @@ class _Reader:
             return ""
         if len(raw) > SECRET_CAP_BYTES:
             self._source.fail(path, f"{name} is larger than {SECRET_CAP_BYTES >> 10} KiB")
-        return text.removesuffix("\n").removesuffix("\r")
+        text = text.removesuffix("\n").removesuffix("\r")
+        self._source.resolved.add(f"${{file:{name}}}", text)
+        return text
+
+
+class _WrittenReader(_Reader):
+    """Reads the values as written, and resolves no reference."""
+
+    def _substitute(self, text: str, path: Path) -> str:
+        return _substituted("", text) if "${" in text else text
+
+
+def _substituted(filled: str, written: str) -> Substituted:
+    result = Substituted(filled)
+    result.written = written
+    return result
+
+
+def _read_nothing(path: FilePath, limit: int) -> bytes:
+    raise NotARegularFileError(path)
 
 
 def _mark(node: Node) -> Mark:

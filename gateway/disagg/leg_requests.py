@@ -84,6 +84,9 @@ class SplitModel(Protocol):
     @property
     def resume(self) -> Resume | None: ...
 
+    def resolve_name(self, endpoint: Endpoint, /) -> str:
+        """Return the name that the endpoint's engine has for the model."""
+
 
 class SplitContext:
     """One request of a model that is split, with everything that its attempts need."""
@@ -210,7 +213,7 @@ class Words:
         """
         context, record = self._context, self._record
         exchange, client, asked = context.exchange, context.client, context.call.asked_model
-        served = endpoint.served_model or context.route.name
+        served = context.route.resolve_name(endpoint)
         headers = answer_headers(exchange, client, endpoint.name) + self._facts.header
         corrects = handover is not None and not handover.reports_own_cache
         self._cache_report = None
@@ -286,7 +289,7 @@ class Words:
         """
         context, endpoint = self._context, place.endpoint
         call, trace = context.call, context.exchange.trace
-        served = endpoint.served_model or context.route.name
+        served = context.route.resolve_name(endpoint)
         if (
             role and call.salt
         ):  # the same in both legs: a decoder finds the KV under the prefiller's salt

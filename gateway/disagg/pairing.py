@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.config import Model
+from gateway.fleet.model_names import engine_name
 from kvtransfer import dialects
 from kvtransfer.dialects import Bootstrap, Dialect, Needs
 from policies.contract import Policy
@@ -60,7 +61,7 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
     if model.split is None:
         return None
     dialect = dialects.named(model.split.dialect)
-    groups = _groups(model.name, dialect, candidates)
+    groups = _groups(model, dialect, candidates)
     if not groups:
         return None
     rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
@@ -90,12 +91,12 @@ def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]
     )
 
 
-def _groups(model: str, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
+def _groups(model: Model, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
     by_compat: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         endpoint = candidate.endpoint
         if endpoint.engine == dialect.engine:
-            key = compat(endpoint.engine, endpoint.served_model or model, endpoint.labels)
+            key = compat(endpoint.engine, engine_name(model, endpoint), endpoint.labels)
             by_compat.setdefault(key, []).append(candidate)
     groups = []
     for key, members in by_compat.items():

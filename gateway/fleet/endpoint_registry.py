@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec, salt_member
+from gateway.config import Config, EndpointSpec, Model, salt_member
+from gateway.fleet.model_names import engine_name
 from gateway.http.tls_clients import ClientContexts
 from gateway.http.upstream import Patience, Upstream
 from gateway.http.write_queue import Outbox
@@ -38,6 +39,9 @@ class LiveEndpoint:
     backlog_tokens      prefill_tokens when the engine last sent a byte: work that may explain
                         silence
     generated_tokens    output tokens since the engine's start, from its last scrape
+    models              the names that its engine lists; they count only if has_list is set
+    models_at           when its engine last sent its list, or reported that it has none
+    has_list            its engine has sent a list; False if the list is unknown or there is none
     kv_received_bytes   KV received from other engines since its start; None if it does not report
                         it
     is_stalled          found stalled: /health is not trusted until it generates again
@@ -53,8 +57,8 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "health"),
-        *("hit_tokens", "key_header", "kv_received_bytes", "leaving", "load", "models"),
+        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "has_list"),
+        *("health", "hit_tokens", "key_header", "kv_received_bytes", "leaving", "load", "models"),
         *("models_at", "produced", "sent_tokens", "spec", "speed", "stalled", "upstream"),
         "warm_from",
     )
@@ -73,6 +77,7 @@ class LiveEndpoint:
         self.become(endpoint, spec, timeouts, encryption)
         self.health = HEALTHY
         self.models: tuple[str, ...] = ()
+        self.has_list = False
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.produced: int | None = None
@@ -127,9 +132,35 @@ class Adoption(msgspec.Struct, frozen=True, eq=False):
     passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
 
     def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Return the candidates whose engine lists the model."""
+        """Return the candidates whose engine lists the name."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
+
+    def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Return the candidates that may serve a configured model.
+
+        They list its name, or their list is not known.
+        """
+        lists = {
+            id(member.live.load): member.live.models
+            for member in self.members
+            if member.live.has_list
+        }
+        return tuple(
+            candidate
+            for candidate in candidates
+            if (names := lists.get(id(candidate.load))) is None
+            or engine_name(model, candidate.endpoint) in names
+        )
+
+    def listed_names(self, pool: str) -> list[str]:
+        """Return the names that the pool's endpoints list, without those reserved for tenants."""
+        public = [
+            member.live
+            for member in self.members
+            if member.endpoint.pool == pool and not member.endpoint.tenants
+        ]
+        return sorted({name for live in public if live.has_list for name in live.models})
 
 
 class Moves(msgspec.Struct, frozen=True, eq=False):

@@ -22,7 +22,7 @@ from gateway.fleet.scrape import Reading
 from gateway.fleet.speed_monitor import SpeedMonitor, describe, well_peer
 from gateway.http.write_queue import Outbox
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.upstream_error import STOPPED, UpstreamBroke, evidence
+from gateway.protocol.upstream_error import MODEL_GONE, STOPPED, UpstreamBroke, evidence
 from policies import ledger, saved_state
 from policies.health import health, slow_start, stall
 from policies.health.health import Event, Health, HealthLimits
@@ -49,13 +49,15 @@ class EndpointTable:
     """All live endpoints by slot.
 
     on_change     called when an endpoint's availability has changed
+    on_model_gone called with an endpoint that lacks a model that it listed
     on_ejected    called with an endpoint that has been ejected or found dead
     probe_health  queries an endpoint's /health: True if healthy, None if it did not answer
     """
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_registry", "ask_health", "found", "news", "on_change", "on_out"),
+        *("_ramp_s", "_registry", "ask_health", "found", "news", "on_change"),
+        *("on_model_gone", "on_out"),
         *("prefixes", "rng", "speeds"),
     )
 
@@ -65,6 +67,7 @@ class EndpointTable:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
+        self.on_model_gone: Callable[[LiveEndpoint], None] = lambda live: None
         self.on_out: Callable[[LiveEndpoint], None] = lambda live: None
         self.ask_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _assume_healthy
         self.news: News | None = None
@@ -232,6 +235,8 @@ class EndpointTable:
     def broke(self, live: LiveEndpoint, error: UpstreamBroke) -> None:
         """Record that a request failed at the endpoint."""
         self._metrics.upstream_errors_total.labels(live.endpoint.name, error.kind).inc()
+        if error.kind == MODEL_GONE:
+            self.on_model_gone(live)
         self.happened(live, evidence(error))
 
     def probed(self, live: LiveEndpoint, status: int | None) -> None:

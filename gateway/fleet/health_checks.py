@@ -13,6 +13,7 @@ import json
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -35,6 +36,7 @@ METRICS_LIMIT = 4 * 1024 * 1024
 MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
 CHECK_S = 0.5  # timeout of a health check that a request waits for
+NO_LIST = (404, 405, 501)  # statuses of an engine without /v1/models
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -81,6 +83,7 @@ class Watcher:
         self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
+        self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -127,7 +130,7 @@ class Watcher:
 
     async def stop(self) -> None:
         tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
-        tasks += [*self._recoveries.values(), *self._checks.values()]
+        tasks += [*self._recoveries.values(), *self._checks.values(), *self._listings.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -200,9 +203,19 @@ class Watcher:
             self._endpoints.probed(live, status)
         return status == 200
 
+    def relist(self, live: LiveEndpoint) -> None:
+        """Read an endpoint's list of models now, in at most one task per endpoint."""
+        if self._session is not None and live not in self._listings and not live.leaving:
+            listing = self._log_errors(
+                partial(self._list_models, limit_s=self._config.health.timeout), live
+            )
+            task = asyncio.create_task(listing, name=f"read the models of {live.endpoint.name}")
+            self._listings[live] = task
+            task.add_done_callback(lambda _: self._listings.pop(live, None))
+
     async def _poll(self, live: LiveEndpoint) -> None:
         probes = () if live in self._recoveries else (self._probe(live),)
-        await asyncio.gather(*probes, self._scrape(live), self._list_models(live))
+        await asyncio.gather(*probes, self._scrape(live), self._list_models_if_due(live))
 
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
@@ -219,6 +232,9 @@ class Watcher:
                 status = None
         elif status == 200 and is_out_as_slow(live) and probe_due(live.health, monotonic()):
             status = 200 if await self._keeps_pace(live) else None
+        if status == 200 and is_due and live.health.state in OUT:
+            # It may have been restarted with other models.
+            await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.probed(live, status)
 
     async def _check_progress(self, live: LiveEndpoint) -> None:
@@ -323,19 +339,24 @@ class Watcher:
         if status == 200:
             self._endpoints.scraped(live, scrape.read(text, live.endpoint.engine))
 
-    async def _list_models(self, live: LiveEndpoint) -> None:
-        if live.models_at is not None and monotonic() - live.models_at < MODELS_EVERY_S:
-            return
-        status, text = await self._get(live, "/v1/models", self._config.health.timeout)
-        if status != 200:
-            return
-        try:
-            names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+    async def _list_models_if_due(self, live: LiveEndpoint) -> None:
+        if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
+            await self._list_models(live, limit_s=self._config.health.timeout)
+
+    async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
+        """Read which models the engine lists; without a response, the last list stays valid."""
+        status, text = await self._get(live, "/v1/models", limit_s)
+        names: tuple[str, ...] = ()
+        if status == 200:
+            try:
+                names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return
+        elif status not in NO_LIST:
             return
         live.models_at = monotonic()
-        if names != live.models:
-            live.models = names
+        if (names, status == 200) != (live.models, live.has_list):
+            live.models, live.has_list = names, status == 200
             self._on_models_changed()
 
     async def _get(
@@ -392,7 +413,11 @@ class Watcher:
 
 
 def _model_of(live: LiveEndpoint) -> str | None:
-    return live.endpoint.served_model or next(iter(live.models), None)
+    """Return a model name that the engine has, for the gateway's own requests; None if unknown."""
+    served = live.endpoint.served_model
+    if served and (served in live.models or not live.models):
+        return served
+    return next(iter(live.models), None)
 
 
 def _is_unreachable(error: BaseException) -> bool:

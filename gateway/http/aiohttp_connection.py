@@ -19,14 +19,15 @@ from aiohttp.http import (
     RawRequestMessage,
     StreamWriter,
 )
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.config import Limits
+from gateway.http import head_errors
 from gateway.http.client_connections import ClientConnections, unread_too_large
 from gateway.http.connection import Serve, Talk, add_piece
 from gateway.http.connection_phase import Phase
+from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
 from gateway.http.write_queue import Outbox
 from gateway.protocol.errors import Failure, GatewayError, new_id
 from gateway.protocol.openai import LINE
@@ -44,6 +45,10 @@ MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in t
 SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times their size
 MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
 
+# Like SLICE, for chunked bodies: the parser creates an object per chunk, which may hold one byte.
+CHUNKED_SLICE = 1024
+CHUNKS_PER_ITERATION = 32  # chunks of a body that are read in one loop iteration
+
 
 class Lobby(Talk, RequestHandler):
     """A client connection that parses with aiohttp and calls `serve` or aiohttp's application."""
@@ -52,6 +57,8 @@ class Lobby(Talk, RequestHandler):
         "_body_read",
         "_connections",
         "_head_bytes",
+        "_is_chunked",
+        "_kernel_bytes",
         "_limits",
         "_message",
         "_must_close",
@@ -107,8 +114,9 @@ class Lobby(Talk, RequestHandler):
         self._payload: StreamReader | None = None
         self._body_read = False
         self._newest_body: StreamReader | None = None
+        self._is_chunked = False
         self._unread = b""
-        self._offset = self._head_bytes = self._unread_counted = 0
+        self._offset = self._head_bytes = self._unread_counted = self._kernel_bytes = 0
 
     # The Client protocol
 
@@ -126,12 +134,15 @@ class Lobby(Talk, RequestHandler):
         """Return nothing: on this path headers are checked before the body is read."""
         return b""
 
-    async def body(self, reserve: Callable[[int], None]) -> bytes:
+    async def body(
+        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+    ) -> bytes:
         """Receive the body and return all of it.
 
         `reserve` is called with the number of bytes received so far, not the announced length,
         because announcing a length costs the client nothing. It may raise GatewayError, as does a
-        body that is too large, too slow, encoded or cut off.
+        body that is too large, too slow, encoded or cut off. A large body is joined after
+        `wait_for_turn`.
         """
         message, payload = self._message, self._payload
         assert message is not None
@@ -143,14 +154,16 @@ class Lobby(Talk, RequestHandler):
         self._enter(Phase.BODY)
         try:
             read = self._read_chunked if message.chunked else self._read_sized
-            body = await read(payload, reserve)
+            pieces = await read(payload, reserve)
         except RequestPayloadError:
             raise GatewayError(
                 Failure.BAD_REQUEST, "The request body is not framed correctly."
             ) from None
         self._body_read = True
         self.phase = Phase.SERVING
-        return body
+        if wait_for_turn is not None and payload.total_bytes >= LARGE_BODY:
+            await wait_for_turn()
+        return b"".join(pieces)
 
     # asyncio.Protocol
 
@@ -173,8 +186,9 @@ class Lobby(Talk, RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
-        self._unread, self._offset, self._unread_counted = b"", 0, 0
+        self._unread_counted = 0
         super().connection_lost(exc)
+        self._release_buffers()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -197,14 +211,25 @@ class Lobby(Talk, RequestHandler):
             self._enter(Phase.HEAD)
 
     def _parse(self) -> None:
-        """Feed the parser up to the end of one request; the next one waits until it is served."""
+        """Feed the parser up to the end of one request; the next one waits until it is served.
+
+        A chunked body is parsed slice by slice, each in a loop iteration of its own.
+        """
         while self._offset < len(self._unread) and self._may_parse():
-            piece = self._unread[self._offset : self._offset + SLICE]
+            size = CHUNKED_SLICE if self._is_chunked else SLICE
+            piece = self._unread[self._offset : self._offset + size]
             self._offset += len(piece)
             self._feed(piece)
+            if self._is_chunked and self._offset < len(self._unread):
+                self._loop.call_soon(self._resume_parsing)
+                break
         if self._offset >= len(self._unread):
             self._unread, self._offset = b"", 0
         self._count_unread()
+
+    def _resume_parsing(self) -> None:
+        if self.transport is not None:
+            self._parse()
 
     def _may_parse(self) -> bool:
         if self.phase is Phase.CLOSING or self._reading_paused:
@@ -219,33 +244,45 @@ class Lobby(Talk, RequestHandler):
         request_count = self._request_count
         super().data_received(piece)
         if self._request_count != request_count:
-            self._newest_body = self._messages[-1][1]
+            message, self._newest_body = self._messages[-1]
+            self._is_chunked = isinstance(message, RawRequestMessage) and message.chunked
             self._head_bytes = 0
         elif not self._in_body():
             self._head_bytes += len(piece)
             if self._head_bytes > MAX_HEAD:
-                self._refuse_head(_head_too_long())
+                self._refuse_head(head_errors.head_too_long(MAX_HEAD))
 
     def _count_unread(self) -> None:
         """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
         waiting = len(self._unread) - self._offset
-        unread = 0 if self._in_body() else waiting + self._head_bytes
+        if self._buffer_paused is not (waiting > MAX_AHEAD) and not self._must_close:
+            self._kernel_bytes = self._receive_buffer_size() if waiting > MAX_AHEAD else 0
+        unread = 0 if self._in_body() else waiting + self._head_bytes + self._kernel_bytes
         if unread or self._unread_counted:
             self._unread_counted = unread
             self._connections.hold(self, unread, self._limits.unread_budget)
+        if self._must_close or self.transport is None:
+            return
         if waiting > MAX_AHEAD and not self._buffer_paused:
             self._pause_reading_for_buffer()
-        elif waiting <= MAX_AHEAD and self._buffer_paused and not self._must_close:
+        elif waiting <= MAX_AHEAD and self._buffer_paused:
             self._resume_reading_for_buffer()
 
     def drop_unread(self) -> None:
-        """Discard the unread bytes to free their memory, and close after the current response."""
+        """Discard the unread bytes to free their memory, and close after the current response.
+
+        Close at once if the kernel may buffer more of them, because only that frees its memory.
+        """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is Phase.CLOSING:
             return
-        if self._messages or self._request_in_progress:
+        if self._kernel_bytes:
+            self._must_close = True
+            self.cut()
+        elif self._messages or self._request_in_progress:
             self._must_close = True
             self._pause_reading_for_buffer()
+            self._shrink_receive_buffer()
         else:
             self._refuse_head(unread_too_large())
 
@@ -269,6 +306,11 @@ class Lobby(Talk, RequestHandler):
                 self._parse()
             if not self._messages:
                 await self._wait_for_message()
+            elif self._request_count > 1:
+                # A pipelined request: other connections have their turn first.
+                await asyncio.sleep(0)
+                if bool(self._force_close):
+                    break
             message, payload = self._messages.popleft()
             if self._parser is not None:
                 self._parser.message_consumed()
@@ -311,16 +353,16 @@ class Lobby(Talk, RequestHandler):
             self.closes = message.version >= HttpVersion11
         self._message, self._payload = message, payload
         self._body_read = False
-        if _head_size(message) > MAX_HEAD:
+        if head_errors.head_size(message) > MAX_HEAD:
             self._must_close = True
-            self.refuse(_head_too_long(), new_id())
+            self.refuse(head_errors.head_too_long(MAX_HEAD), new_id())
             return False
         if (
             message.chunked
             and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked"
         ):
             self._must_close = True
-            self.refuse(_unknown_coding(), new_id())
+            self.refuse(head_errors.unknown_coding(), new_id())
             return False
         # The second lookup handles a query string or a target in absolute form.
         api = LINE.get(message.path) or LINE.get(message.url.raw_path)
@@ -333,7 +375,7 @@ class Lobby(Talk, RequestHandler):
     async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         """Serve a request with aiohttp's application; return whether to keep the connection."""
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
-            self.refuse(_expectation_failed(), new_id())
+            self.refuse(head_errors.expectation_failed(), new_id())
             return False
         if message.method == "CONNECT":
             message_text = "This server is not a proxy: CONNECT is refused."
@@ -357,18 +399,8 @@ class Lobby(Talk, RequestHandler):
         return bool(response.keep_alive) and not (reset or self._must_close) and payload.is_eof()
 
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
-        failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
-        if isinstance(problem, LineTooLong):
-            failure = (
-                Failure.URI_TOO_LONG if problem.args[1] == MAX_URI else Failure.HEADERS_TOO_LARGE
-            )
-            message = "The request line or a header is too long."
-        elif (
-            isinstance(problem, HttpProcessingError) and "too many" in str(problem.message).lower()
-        ):
-            failure, message = Failure.HEADERS_TOO_LARGE, "The request has too many headers."
         self._must_close = True
-        self.refuse(GatewayError(failure, message), new_id())
+        self.refuse(head_errors.invalid_head(problem, MAX_URI), new_id())
 
     # Reading a body
 
@@ -386,11 +418,13 @@ class Lobby(Talk, RequestHandler):
         if expect is None:
             return
         if expect.lower() != CONTINUE:
-            raise _expectation_failed()
+            raise head_errors.expectation_failed()
         if self.transport is not None and self._payload is not None and not self._payload.is_eof():
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    async def _read_sized(self, payload: StreamReader, reserve: Callable[[int], None]) -> bytes:
+    async def _read_sized(
+        self, payload: StreamReader, reserve: Callable[[int], None]
+    ) -> list[bytes]:
         pieces = [payload.read_nowait()]
         total = len(pieces[0])
         reserve(total)
@@ -400,9 +434,11 @@ class Lobby(Talk, RequestHandler):
             reserve(total)
             add_piece(pieces, piece)
         pieces.append(payload.read_nowait())
-        return b"".join(pieces)
+        return pieces
 
-    async def _read_chunked(self, payload: StreamReader, reserve: Callable[[int], None]) -> bytes:
+    async def _read_chunked(
+        self, payload: StreamReader, reserve: Callable[[int], None]
+    ) -> list[bytes]:
         pieces = [b""]
         total = chunks = 0
         while not payload.at_eof():
@@ -418,7 +454,9 @@ class Lobby(Talk, RequestHandler):
                     Failure.TOO_LARGE,
                     f"The body has more than {self._limits.body_chunks} chunks.",
                 )
-        return b"".join(pieces)
+            if not chunks % CHUNKS_PER_ITERATION:
+                await asyncio.sleep(0)
+        return pieces
 
     def _too_large(self) -> GatewayError:
         return GatewayError(
@@ -462,29 +500,22 @@ class Lobby(Talk, RequestHandler):
         transport = self.transport
         if transport is None:
             return
-        if (self._payload is None or self._payload.is_eof()) and not self._buffer_paused:
+        if not self._in_body() and not self._buffer_paused:
             transport.close()
         else:
             self._linger()
+            self._release_buffers()
 
+    def _release_buffers(self) -> None:
+        """Free the bytes of requests that will not be served.
 
-def _head_size(message: RawRequestMessage) -> int:
-    return len(message.path) + sum(
-        len(name) + len(value) + 4 for name, value in message.raw_headers
-    )
-
-
-def _head_too_long() -> GatewayError:
-    return GatewayError(
-        Failure.HEADERS_TOO_LARGE, f"The request's head is longer than {MAX_HEAD} bytes."
-    )
-
-
-def _unknown_coding() -> GatewayError:
-    return GatewayError(
-        Failure.NOT_IMPLEMENTED, "The only supported transfer coding of a request is 'chunked'."
-    )
-
-
-def _expectation_failed() -> GatewayError:
-    return GatewayError(Failure.EXPECTATION_FAILED, "Only 'Expect: 100-continue' is supported.")
+        The connection may linger, and after it is lost, reference cycles of aiohttp's objects keep
+        it alive for a while.
+        """
+        body, self._newest_body = self._newest_body, None
+        if body is not None and body.exception() is None:
+            body.read_nowait()
+        self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
+        if self._unread_counted:
+            self._unread_counted = 0
+            self._connections.hold(self, 0, self._limits.unread_budget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from gateway.http.large_bodies import WaitForTurn
 from gateway.http.upstream import Downstream
 from gateway.protocol.errors import GatewayError
 
@@ -30,10 +31,13 @@ class Client(Downstream, Protocol):
         """Return the body if it has been received already, else nothing; then await body()."""
         ...
 
-    async def body(self, reserve: Callable[[int], None]) -> bytes:
+    async def body(
+        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+    ) -> bytes:
         """Return the whole body. `reserve` is called with the bytes received so far.
 
-        Raises GatewayError when the body is refused.
+        `wait_for_turn` is awaited before a large body is joined. Raises GatewayError when the body
+        is refused.
         """
         ...
 

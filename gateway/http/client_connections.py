@@ -18,6 +18,12 @@ from gateway.util.networks import Networks, client_group
 if TYPE_CHECKING:
     from gateway.config import Limits
 
+# A connection may hold one fourth of the limit on all unread bytes.
+SHARES = 4
+
+# Unread bytes that a connection may hold in any case: one read, and what the kernel buffers.
+MIN_SHARE = 512 * 1024
+
 
 class ByteBudget(Protocol):
     """The memory budget for request bodies (admission/controller.py)."""
@@ -112,9 +118,15 @@ class ClientConnections:
             del self._per_client[client]
 
     def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """Set a connection's number of unread bytes; drop the oldest ones while above `limit`."""
+        """Set a connection's number of unread bytes; drop the oldest ones while above `limit`.
+
+        A connection that alone holds too large a share of `limit` loses its own bytes.
+        """
         if not unread:
             self._release(connection)
+            return
+        if unread > max(limit // SHARES, MIN_SHARE):
+            self._drop(connection)
             return
         increase = unread - self._unread.get(connection, 0)
         try:

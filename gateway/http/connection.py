@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # A body piece shorter than this is extended by the next piece instead of kept on its own.
 MIN_PIECE = 4 * 1024
+MIN_RECEIVE_BUFFER = 4096  # bytes the kernel may buffer for a connection that is not read any more
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
 
 # Two bases with non-empty slots cannot be combined, so the subclasses declare the slots.
@@ -185,7 +187,8 @@ class Talk(ABC):
         if expiry is Expiry.ABORT:
             self.cut()
         elif expiry is Expiry.CLOSE:
-            self._close_after_flush()
+            if not self._polls(select.POLLIN):  # a request may have arrived since the last read
+                self._close_after_flush()
         elif expiry is Expiry.HEAD_TIMEOUT:
             self._time_out("The request's headers did not arrive in time.")
         elif expiry is Expiry.BODY_TIMEOUT:
@@ -223,12 +226,35 @@ class Talk(ABC):
     @property
     def _has_hung_up(self) -> bool:
         """Whether the client has closed its side while bytes from it are still unread."""
-        sock = None if self.transport is None else self.transport.get_extra_info("socket")
-        if sock is None or sock.fileno() < 0:
+        return self._polls(_POLLRDHUP)
+
+    def _polls(self, events: int) -> bool:
+        """Whether one of these events, or an error, is pending on the socket."""
+        sock = self._socket
+        if sock is None:
             return False
         poll = select.poll()
-        poll.register(sock.fileno(), _POLLRDHUP)
+        poll.register(sock.fileno(), events)
         return bool(poll.poll(0))
+
+    @property
+    def _socket(self) -> socket.socket | None:
+        """The transport's socket while it is open."""
+        if self.transport is None:
+            return None
+        sock: socket.socket | None = self.transport.get_extra_info("socket")
+        return None if sock is None or sock.fileno() < 0 else sock
+
+    def _receive_buffer_size(self) -> int:
+        """Return how many bytes the kernel may buffer while the connection is not read."""
+        sock = self._socket
+        return 0 if sock is None else sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+    def _shrink_receive_buffer(self) -> None:
+        """Make the kernel buffer as little as possible, because nothing more will be read."""
+        sock = self._socket
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIN_RECEIVE_BUFFER)
 
     @property
     @abstractmethod

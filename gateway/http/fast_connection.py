@@ -19,15 +19,13 @@ from gateway.http.client_connections import ClientConnections, unread_too_large
 from gateway.http.connection import Serve, Talk, add_piece
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.http.eager_task import Errand, Landing, landing
+from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
 from gateway.http.write_queue import Outbox
 from gateway.protocol.errors import GatewayError, new_id
-from gateway.protocol.request_head import Head, begins_head, read_head
+from gateway.protocol.request_head import Head, is_partial_head, read_head, remains_partial_head
 
 # Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
 MAX_AHEAD = 64 * 1024
-
-# Reads that a request head may take; a client that drips its head goes to AiohttpConnection.
-MAX_READS = 16
 
 
 class Front(Talk, asyncio.Protocol):
@@ -36,6 +34,7 @@ class Front(Talk, asyncio.Protocol):
     headers          the headers of the request being served
     _unread          bytes that belong to no started request yet, from offset `_offset` on
     _unread_counted  how many of them are counted in the budget that all connections share
+    _kernel_bytes    bytes that the kernel may buffer of these while reading is paused
     _is_turn_due     the first request in `_unread` is scheduled for the next loop iteration
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes of it are still to come
@@ -50,6 +49,7 @@ class Front(Talk, asyncio.Protocol):
         "_connections",
         "_head",
         "_is_turn_due",
+        "_kernel_bytes",
         "_limits",
         "_missing",
         "_must_close",
@@ -58,7 +58,6 @@ class Front(Talk, asyncio.Protocol):
         "_outbox",
         "_pieces",
         "_reading_paused",
-        "_reads",
         "_reserve",
         "_serve",
         "_source",
@@ -94,7 +93,8 @@ class Front(Talk, asyncio.Protocol):
         self._closed: asyncio.Future[None] | None = None
         self._unread = b""
         self._pieces: list[bytes] = []
-        self._offset = self._body_bytes = self._unread_counted = self._missing = self._reads = 0
+        self._offset = self._unread_counted = self._kernel_bytes = 0
+        self._body_bytes = self._missing = 0
         self._is_turn_due = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
 
@@ -104,12 +104,15 @@ class Front(Talk, asyncio.Protocol):
         """Return the body if it arrived together with its head, else nothing."""
         return b"" if self._missing else self._pieces.pop()
 
-    async def body(self, reserve: Callable[[int], None]) -> bytes:
+    async def body(
+        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+    ) -> bytes:
         """Wait for the rest of the body and return all of it.
 
         `reserve` is called with the number of bytes received so far, not the announced length,
-        because announcing a length costs the client nothing. Raises GatewayError when the body
-        arrives too slowly or `reserve` finds no memory.
+        because announcing a length costs the client nothing. A large body is joined after
+        `wait_for_turn`. Raises GatewayError when the body arrives too slowly or `reserve` finds no
+        memory.
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
@@ -120,9 +123,14 @@ class Front(Talk, asyncio.Protocol):
                 self._receive_body(data)
             try:
                 await self._body_done
+                self.phase = SERVING
+                if wait_for_turn is not None and self._body_bytes >= LARGE_BODY:
+                    await wait_for_turn()
+            except BaseException:
+                self._pieces = []  # the connection may linger
+                raise
             finally:
                 self._reserve = self._body_done = None
-            self.phase = SERVING
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -169,6 +177,9 @@ class Front(Talk, asyncio.Protocol):
             self._receive_body(data)
         elif phase is SERVING:
             self._buffer_unread(data)
+        elif phase is HEAD and remains_partial_head(self._unread, data):
+            self._unread += data
+            self._count_unread()
         elif phase is not CLOSING:
             self._unread = self._unread + data if self._unread else data
             self._serve_first()
@@ -220,40 +231,48 @@ class Front(Talk, asyncio.Protocol):
         unread = len(self._unread) - self._offset
         if not unread and not self._unread_counted:
             return
+        should_pause = unread > MAX_AHEAD
+        has_changed = should_pause is not self._reading_paused and not self._must_close
+        if has_changed:  # what is not read stays in the kernel, up to the size of its buffer
+            self._kernel_bytes = self._receive_buffer_size() if should_pause else 0
+        unread += self._kernel_bytes
         self._unread_counted = unread
         self._connections.hold(self, unread, self._limits.unread_budget)
-        if (
-            self._must_close
-            or self.transport is None
-            or (unread > MAX_AHEAD) is self._reading_paused
-        ):
+        # The call may have dropped the unread bytes of this connection.
+        if not has_changed or self._must_close or self.transport is None:
             return
-        self._reading_paused = not self._reading_paused
-        if self._reading_paused:
+        self._reading_paused = should_pause
+        if should_pause:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
 
     def drop_unread(self) -> None:
-        """Discard the unread bytes to free their memory, and close after the current response."""
+        """Discard the unread bytes to free their memory, and close after the current response.
+
+        Close at once if the kernel may buffer more of them, because only that frees its memory.
+        """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:
             return
         self._must_close = True
+        if self._kernel_bytes:
+            self.cut()
+            return
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
+            self._shrink_receive_buffer()
         if self._task is None:
             self.refuse(unread_too_large(), new_id())
             self._close_gracefully()
 
     def _keep_or_switch(self, data: bytes) -> None:
-        """Keep the start of an ordinary head for the next read; else switch to aiohttp."""
+        """Keep a partial head for the next read; switch to aiohttp for any other request."""
         if self.transport is None or self.phase is CLOSING:
             return
-        if self._reads < MAX_READS and begins_head(data):
+        if is_partial_head(data):
             self._unread, self._offset = data, 0
-            self._reads += 1
             if self.phase is IDLE:
                 self._enter(HEAD)
             self._count_unread()
@@ -264,7 +283,6 @@ class Front(Talk, asyncio.Protocol):
         self._pieces = [body]
         self._body_bytes = length
         self._missing = length - len(body)
-        self._reads = 0
         self.phase = SERVING
         self.headers = head.headers
         task = self._task = Errand(self._serve(self, head.api), self._on_served)

@@ -34,6 +34,10 @@ class ModelCatalogue(Protocol):
     @property
     def routes(self) -> Mapping[str, ListedModel]: ...
 
+    @property
+    def unlisted(self) -> Mapping[str, str]:
+        """The message for every configured name that no endpoint lists."""
+
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant. Raises GatewayError for a wrong key."""
 
@@ -61,9 +65,8 @@ def application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
         models.authenticate(request.headers)
         name = request.match_info["name"]
         if name not in models.routes:
-            raise GatewayError(
-                Failure.MODEL_NOT_FOUND, f"The model {name[:64]!r} does not exist.", param="model"
-            )
+            message = models.unlisted.get(name, f"The model {name[:64]!r} does not exist.")
+            raise GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
         return _ok(_model_card(name, models.routes[name], created))
 
     server = web.Application(middlewares=[_openai_errors])

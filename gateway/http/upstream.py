@@ -25,6 +25,9 @@ from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
 IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_IDLE = 256  # idle connections kept per engine
 CLOSE_S = 1.0  # how long an engine may take to complete a TLS shutdown
+
+# Bytes of a response that the kernel buffers while its client does not read; Linux allows MiBs.
+RECEIVE_BUFFER = 256 * 1024
 JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
 LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
 
@@ -83,6 +86,7 @@ class Connection:
     last_activity_at  when it last delivered part of a committed response, else when the request
                       was sent (monotonic seconds)
     idle_since        when it was returned to the pool
+    transport         None before the connection is established and after it is lost
 
     Implements asyncio.Protocol without inheriting from it: with a Python base class it could not
     be compiled to a C class (tools/compile/classes.py).
@@ -97,15 +101,15 @@ class Connection:
         "_paused",
         "_pool",
         "_relay",
-        "_transport",
         "heard_at",
         "idle_since",
+        "transport",
     )
 
     def __init__(self, pool: Upstream) -> None:
         self._pool = pool
         self._outbox: Outbox = pool.outbox
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None
         self._done: Landing | None = None
@@ -116,7 +120,7 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
     def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
         """Send a request; the returned future resolves when its response has been relayed.
@@ -124,7 +128,7 @@ class Connection:
         The future raises UpstreamError when the response fails.
         """
         done = self._done = landing(self._outbox.loop)
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             message = "the connection was closed before the request was sent"
             self._finish(UpstreamBroke("reset", message))
@@ -145,8 +149,8 @@ class Connection:
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def call_off(self) -> None:
         """Half-close: the engine aborts the request, but a response already sent can be read.
@@ -156,8 +160,8 @@ class Connection:
         """
         self._outbox.flush()
         self._is_half_closed = True
-        if self.open and self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.open and self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
 
     @property
     def is_fresh(self) -> bool:
@@ -175,15 +179,15 @@ class Connection:
 
     def pause(self) -> None:
         """Stop reading while the client reads too slowly, so that data stays in the socket."""
-        if self.open and self._transport is not None and not self._paused:
+        if self.open and self.transport is not None and not self._paused:
             self._paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.open and self._transport is not None and self._paused:
+        if self.open and self.transport is not None and self._paused:
             self._paused = False
             self.heard_at = monotonic()
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     @property
     def owed(self) -> bool:
@@ -215,14 +219,19 @@ class Connection:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop sets TCP_NODELAY on every TCP transport.
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
+        with suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_RCVBUF,
+                RECEIVE_BUFFER // 2,  # Linux doubles it
+            )
 
     def pause_writing(self) -> None:
         """Do nothing: the whole request is in the transport's buffer already."""
 
-    def resume_writing(self) -> None:
-        pass
+    def resume_writing(self) -> None: ...
 
     def data_received(self, data: bytes) -> None:
         relay = self._relay
@@ -258,9 +267,9 @@ class Connection:
         once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
         """
         self._acks_each_chunk = False
-        if QUICKACK is not None and self.open and self._transport is not None:
+        if QUICKACK is not None and self.open and self.transport is not None:
             with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
-                self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
+                self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def catch_up(self, relay: Relay, data: bytes) -> None:
         """Process a chunk that was deferred for `relay`."""
@@ -289,7 +298,7 @@ class Connection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._outbox.hurry(self)
-        self._transport = None
+        self.transport = None
         self._pool.forget(self)
         message = f"the connection to the engine was lost: {exc or 'closed'}"
         self._finish(UpstreamBroke("reset", message))
@@ -304,13 +313,11 @@ class Connection:
         if done is None:
             return
         self._done = None
-        if (
-            error is None
-            and relay is not None
-            and relay.reusable
-            and self.open
-            and not self._is_half_closed
-        ):
+        transport = self.transport
+        is_usable = (
+            transport is not None and not transport.is_closing() and not self._is_half_closed
+        )
+        if error is None and is_usable and relay is not None and relay.reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
             if self._paused:  # the client was slow until the end; the next one may not be
@@ -418,7 +425,12 @@ class Upstream:
         oldest = monotonic() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and connection.idle_since > oldest:
+            transport = connection.transport
+            if (
+                transport is not None
+                and not transport.is_closing()
+                and connection.idle_since > oldest
+            ):
                 return connection
             connection.abort()
         return None

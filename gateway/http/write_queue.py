@@ -21,6 +21,7 @@ TURN = 32  # writes per loop iteration, about a millisecond
 # Chunks that may be deferred. Beyond that they are relayed at once, because otherwise the gateway
 # would read from engines much faster than clients receive.
 MOST = 1024
+MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
 
 
 class Behind(Protocol):
@@ -35,7 +36,7 @@ class Outbox:
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
 
-    __slots__ = ("_deferred", "_is_scheduled", "_queue", "full", "loop")
+    __slots__ = ("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "full", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -43,6 +44,7 @@ class Outbox:
         self._is_scheduled = False
         self._queue: list[tuple[asyncio.Transport, bytes]] = []
         self._deferred: deque[tuple[Behind, Relay, bytes]] = deque()
+        self._deferred_bytes = 0
 
     def post(self, transport: asyncio.Transport, data: bytes) -> None:
         """Queue a write; it goes out before any callback scheduled after this call runs."""
@@ -69,8 +71,9 @@ class Outbox:
         To be called instead of relaying while `budget_spent` is true.
         """
         self._deferred.append((connection, relay, data))
-        if len(self._deferred) > MOST:
-            self._relay_deferred(MOST)
+        self._deferred_bytes += len(data)
+        while self._deferred_bytes > MAX_DEFERRED_BYTES or len(self._deferred) > MOST:
+            self._relay_deferred(1)
             self.full = True
 
     def hurry(self, connection: Behind) -> None:
@@ -78,6 +81,7 @@ class Outbox:
         mine = [chunk for chunk in self._deferred if chunk[0] is connection]
         if mine:
             self._deferred = deque(chunk for chunk in self._deferred if chunk[0] is not connection)
+            self._deferred_bytes -= sum(len(data) for _, _, data in mine)
             full = self.full
             for _, relay, data in mine:
                 self.full = False  # otherwise the connection would defer the chunk once more
@@ -106,5 +110,6 @@ class Outbox:
     def _relay_deferred(self, chunks: int) -> None:
         for _ in range(min(chunks, len(self._deferred))):
             connection, relay, data = self._deferred.popleft()
+            self._deferred_bytes -= len(data)
             self.full = False  # otherwise the connection would defer the chunk once more
             connection.catch_up(relay, data)

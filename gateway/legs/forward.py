@@ -6,6 +6,7 @@ headers, and the endpoint's key. Not here: picking and booking (gateway/proxy/at
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from time import monotonic
 
@@ -18,6 +19,7 @@ from gateway.protocol.relay import Relay, UpstreamBroke
 from gateway.protocol.rewrite import Renamer
 from gateway.protocol.service_class import SESSION, Fields
 from gateway.protocol.trace_context import passed_on
+from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
 
@@ -25,6 +27,8 @@ TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before
 # 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
 # fix.
 OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})
+# How vLLM and SGLang answer a request for a model that they do not have.
+_MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
 
 def prepare(
@@ -33,10 +37,13 @@ def prepare(
     client: Client,
     booking: Booking,
     on_first: Callable[[], None],
+    served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build the head and the body for a booked endpoint, and the relay of its answer."""
+    """Build the head and the body for a booked endpoint, and the relay of its answer.
+
+    `served` is the endpoint's name of the model.
+    """
     endpoint = booking.endpoint
-    served = endpoint.served_model or exchange.model
     body = call
     # No lookup in a mapping by engine: hashing an Enum is slow.
     if served != call.request.model or endpoint.engine is TRTLLM:
@@ -90,6 +97,8 @@ def refusal(relay: Relay) -> int:
     Raises UpstreamBroke when the engine itself failed.
     """
     status = relay.status
+    if status == 404 and _MODEL_GONE.search(relay.refusal):
+        raise UpstreamBroke(MODEL_GONE, "the engine does not have the model any more")
     if not 400 <= status < 500 or status in OWN_TROUBLE:
         raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
     return status

@@ -1,17 +1,18 @@
 """Hedging: a second endpoint for late requests, and moves away from slow endpoints.
 
-A request costs one list append. Four times a second the sweep looks at the requests without a first
-byte, and 20 times a second the glance looks at those at endpoints whose prefill stalls. A request is
-late when it has waited longer than twice what the peers of its endpoint need for the prompts booked
-before it. It is hedged when another endpoint is expected to answer sooner, by more than the work
-there costs. The first endpoint to send a byte of the answer serves the request; the other connection
-is closed, which engines treat as an abort. Late requests at an endpoint that is suspected to be
-slow, and all that wait at one ejected as slow, are moved instead.
+A request costs an insertion into a dict and its removal. Four times a second the sweep looks at the
+requests without a first byte, and 20 times a second the glance looks at those at endpoints whose
+prefill stalls. A request is late when it has waited longer than twice what the peers of its
+endpoint need for the prompts booked before it. It is hedged when another endpoint is expected to
+answer sooner, by more than the work there costs. The first endpoint to send a byte of the answer
+serves the request; the other connection is closed, which engines treat as an abort. Late requests
+at an endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved
+instead.
 
 Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all
 requests. The turn is given back when the answer begins: it limits duplicate work, not the length of
-answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed attempt
-(gateway/proxy/attempts.py).
+answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed
+attempt (gateway/proxy/attempts.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gateway.protocol.upstream_error import UpstreamBroke
 from gateway.telemetry.accounting import Accounts
 from policies.health.speed_record import Verdict
 from policies.health.stall import LEAST_LATE_S
-from policies.model import Candidate, Pick
+from policies.model import Candidate, Endpoint, Pick
 from policies.run import repicked
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class HedgedRoute(Protocol):
     def resume(self) -> Resume | None: ...
     @property
     def split(self) -> object | None: ...
+    def resolve_name(self, endpoint: Endpoint) -> str: ...
 
 
 class HedgedRequest(Protocol):
@@ -81,17 +83,24 @@ class Race:
     """
 
     __slots__ = (
-        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_source"),
-        *("_task", "booking", "is_over", "is_won", "loser"),
+        *("_client", "_exchange", "_first", "_first_name", "_pick", "_relay", "_sent", "_served"),
+        *("_source", "_task", "booking", "is_over", "is_won", "loser"),
     )
 
     def __init__(
-        self, exchange: Exchange, client: Client, first: Connection, pick: Pick, booking: Booking
+        self,
+        exchange: Exchange,
+        client: Client,
+        first: Connection,
+        pick: Pick,
+        booking: Booking,
+        served: str,
     ) -> None:
+        """`served` is the second endpoint's name of the model."""
         assert exchange.booking is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
         self._first_name = exchange.booking.endpoint.name
-        self.booking = booking
+        self.booking, self._served = booking, served
         self.is_won = self.is_over = False
         self.loser = ""
         self._source: Connection | None = None
@@ -102,7 +111,7 @@ class Race:
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
-            exchange, call, self._client, self.booking, self._on_first_token
+            exchange, call, self._client, self.booking, self._on_first_token, self._served
         )
         assert exchange.relay is not None
         exchange.relay.on_first = self._lose
@@ -211,17 +220,27 @@ class Race:
 
 
 class Hedger:
-    """Starts hedges and moves. gateway/proxy/whole.py appends to `waiting`, gateway/proxy/attempts.py to `retrying`.
+    """Starts hedges and moves.
 
-    waiting     requests that had no first byte when they were seen last
-    retrying    requests that may hold a turn of the retry budget
+    waiting     attempts under way, which gateway/proxy/whole.py adds and removes; sweep() removes
+                those whose answer has begun
+    retrying    requests that may hold a turn of the retry budget, added by
+                gateway/proxy/attempts.py
     allowed     hedges that the share of requests permits now
     sent, moved  counters
     """
 
     __slots__ = (
-        *("_accounts", "_credit", "_endpoints", "_gate", "_old", "allowed", "moved", "retrying"),
-        *("sent", "waiting"),
+        "_accounts",
+        "_answered",
+        "_credit",
+        "_endpoints",
+        "_gate",
+        "allowed",
+        "moved",
+        "retrying",
+        "sent",
+        "waiting",
     )
 
     def __init__(
@@ -229,9 +248,9 @@ class Hedger:
     ) -> None:
         """`share`: hedges as a share of all requests."""
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
-        self.waiting: list[HedgedRequest] = []
+        self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
-        self._old, self._credit = 0, CREDIT
+        self._answered, self._credit = 0.0, float(CREDIT)
         self.allowed = share * CREDIT
         self.sent = self.moved = 0
 
@@ -240,20 +259,18 @@ class Hedger:
 
         Called four times a second with the share in force.
         """
-        waiting, self.waiting = self.waiting, []
-        new = len(waiting) - self._old
+        answered, before = self._accounts.answered_count, self._answered
+        self._answered = answered
+        new = max(0.0, answered - before)
         paid_back = min(self._credit, new)
         self._credit -= paid_back
         self.allowed = min(MOST_SAVED, self.allowed + share * (new - paid_back))
-        for entry in waiting:
-            exchange = entry.exchange
+        for exchange, request in tuple(self.waiting.items()):
             # It is over, has begun, or is not at its first endpoint any more.
             if exchange.status or exchange.retries or exchange.committed:
-                continue
-            self.waiting.append(entry)
-            if exchange.hedge is None and not exchange.retrying:
-                self._consider(entry, now, share > 0)
-        self._old = len(self.waiting)
+                del self.waiting[exchange]
+            elif exchange.hedge is None and not exchange.retrying:
+                self._consider(request, now, share > 0)
         self._return_turns()
 
     def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
@@ -261,14 +278,13 @@ class Hedger:
         if not stalled:
             return
         self._return_turns()
-        for entry in self.waiting:
-            exchange = entry.exchange
+        for exchange, request in tuple(self.waiting.items()):
             if exchange.status or exchange.retries or exchange.committed:
                 continue
             if exchange.hedge is not None or exchange.retrying or exchange.booking is None:
                 continue
             if exchange.booking.live in stalled:
-                self._consider(entry, now, share > 0)
+                self._consider(request, now, share > 0)
 
     def _return_turns(self) -> None:
         """Return the turns of the retry budget of requests whose answers have begun."""
@@ -314,11 +330,10 @@ class Hedger:
             booking.doubt()
             connection.fail(SLOW, "the endpoint is slow")
         else:
-            self._hedge(exchange, client, connection, candidate)
+            self._hedge(entry, connection, candidate)
 
-    def _hedge(
-        self, exchange: Exchange, client: Client, first: Connection, candidate: Candidate
-    ) -> None:
+    def _hedge(self, entry: HedgedRequest, first: Connection, candidate: Candidate) -> None:
+        exchange, client = entry.exchange, entry.client
         assert exchange.pick is not None
         assert exchange.call is not None
         self.allowed -= 1.0
@@ -327,7 +342,8 @@ class Hedger:
         cached = () if exchange.asked is None else exchange.asked.cached
         pick = repicked(exchange.pick, candidate, cached)
         booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
-        race = exchange.hedge = Race(exchange, client, first, pick, booking)
+        served = entry.route.resolve_name(candidate.endpoint)
+        race = exchange.hedge = Race(exchange, client, first, pick, booking, served)
         try:
             race.start()
         except BaseException:

@@ -1,7 +1,7 @@
 """Counters, gauges and histograms whose update costs a list increment. Pure: no I/O, no clock.
 
-Lives here: the mechanism. Not here: which metrics exist (gateway/metrics/catalogue.py), the text of a scrape
-(gateway/metrics/exposition.py) and the process_* metrics (process_metrics.py).
+Lives here: the mechanism. Not here: which metrics exist (gateway/metrics/catalogue.py), the text of
+a scrape (gateway/metrics/exposition.py) and the process_* metrics (process_metrics.py).
 
 prometheus-client's histograms take a lock and 2.3 us per observation. A gateway runs in one thread,
 so these keep plain lists. The event loop's thread owns all values: a scrape from another thread
@@ -14,11 +14,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from math import ceil, log
 from typing import Generic, TypeVar
 
 import msgspec
 
-from gateway.metrics.quantile_sketch import bucket_of
+from gateway.metrics.quantile_sketch import LEAST, MOST, PER_LOG
 
 OTHER = "other"
 """Label value that stands for all values beyond the label's cap."""
@@ -164,8 +165,8 @@ class Histogram:
     """Observations in buckets: counts[i] counts (bounds[i-1], bounds[i]], the last one all above.
 
     exemplars  the newest request of each bucket
-    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for quantiles; updated by
-               observe_request() only
+    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for
+               quantiles; updated by observe_request() only
     """
 
     __slots__ = ("_bounds", "counts", "marks", "sketch", "sum")
@@ -188,7 +189,8 @@ class Histogram:
         index = bisect_left(self._bounds, value)
         self.counts[index] += 1
         self.sum += value
-        self.sketch[bucket_of(value)] += 1
+        clamped = LEAST if value < LEAST else value if value < MOST else MOST
+        self.sketch[ceil(log(clamped) * PER_LOG)] += 1
         if not self.marks:
             self.marks = [None] * len(self.counts)
         self.marks[index] = mark

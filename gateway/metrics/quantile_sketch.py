@@ -16,7 +16,7 @@ LEAST, MOST = 1e-6, 1e5
 """The range in seconds: values outside count as the nearest bound. It has 1,268 buckets."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
-_PER_LOG = 1 / log(_GROWTH)
+PER_LOG = 1 / log(_GROWTH)
 
 Counts = Mapping[int, int]
 """Observations by bucket; empty buckets are absent."""
@@ -25,8 +25,11 @@ NONE: Counts = {}
 
 
 def bucket_of(value: float) -> int:
-    """Return the bucket that counts `value`."""
-    return ceil(log(LEAST if value < LEAST else value if value < MOST else MOST) * _PER_LOG)
+    """Return the bucket that counts `value`.
+
+    metric_types.py repeats this to save a call per request.
+    """
+    return ceil(log(LEAST if value < LEAST else value if value < MOST else MOST) * PER_LOG)
 
 
 def value_of(bucket: int) -> float:

@@ -105,8 +105,12 @@ def _reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     compact and has no other member. SDKs send that form, so only other bodies are searched for
     duplicates.
     """
-    if len(body) > MAX_DIGITS:
-        _reject_long_numbers(members)
+    if len(body) > MAX_DIGITS and members:
+        # Nearly always the conversation; then no other value is long.
+        longest = max(members.values(), key=len)
+        is_compound = memoryview(longest)[0] in _NOT_A_NUMBER
+        if not is_compound or len(body) - len(longest) > MAX_DIGITS:
+            _reject_long_numbers(members)
     compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
     if compact != len(body):
         _reject_duplicates(body, members)

@@ -12,17 +12,26 @@ import re
 MEDIA_TOKENS = 1024
 """Tokens assumed for one medium until usage is known; a one-megapixel image takes 750 to 1,400."""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
+MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
 
 LEAST_MEDIUM = MEDIA_TOKENS * BYTES_PER_TOKEN
 """Bytes of base64; anything shorter is counted as text, since that is less than MEDIA_TOKENS."""
 _WINDOW = 64
 _STEP = LEAST_MEDIUM - _WINDOW
 _DIGEST_BYTES = 32
-# A member whose string is base64 or a data URL. Members that hold text are excluded by name.
-_MEDIUM = re.compile(
-    rb'("(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")'
-    rb'\w{1,64}":[ \t\r\n]{0,8}")'
-    rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % LEAST_MEDIUM
+# A member whose value is base64, a data URL, or a list of these. Members that hold text are
+# excluded by name.
+_MEMBER = (
+    rb'"(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")'
+    rb'\w{1,64}":[ \t\r\n]{0,8}'
+)
+_PARAMETERS = rb'(?:data:[^",]{0,200},)?'  # of a data URL; they may contain blanks
+_BASE64 = rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % LEAST_MEDIUM
+_MEDIUM = re.compile(rb'(%b")%b%b' % (_MEMBER, _PARAMETERS, _BASE64))
+_LIST_ITEM = re.compile(rb'(")%b%b' % (_PARAMETERS, _BASE64))
+_LIST = re.compile(
+    rb'(%b\[[ \t\r\n]{0,8})((?:"%b%b"[ \t\r\n]{0,8}(?:,[ \t\r\n]{0,8})?)+)'
+    % (_MEMBER, _PARAMETERS, _BASE64)
 )
 
 
@@ -43,7 +52,16 @@ def without_media(prompt: bytes) -> tuple[bytes, int]:
 
     A stand-in is derived from the medium's hash, so prompts with different media differ.
     """
-    return _MEDIUM.subn(_stand_in, prompt)
+    list_count = 0
+
+    def replace_items(match: re.Match[bytes]) -> bytes:
+        nonlocal list_count
+        replaced, count = _LIST_ITEM.subn(_stand_in, match[2])
+        list_count += count
+        return match[1] + replaced
+
+    without, member_count = _MEDIUM.subn(_stand_in, _LIST.sub(replace_items, prompt))
+    return without, member_count + list_count
 
 
 def _stand_in(match: re.Match[bytes]) -> bytes:

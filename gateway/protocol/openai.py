@@ -1,14 +1,14 @@
 """Parses an OpenAI request body into a Call. No types of an HTTP library and no I/O.
 
-The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is scanned but not
-rebuilt. Unknown members pass, members that control engine internals are dropped, and the body
-is re-encoded only if it changes.
+The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is
+scanned but not rebuilt. Unknown members pass, members that control engine internals are dropped,
+and the body is re-encoded only if it changes.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import Protocol
 
@@ -79,6 +79,9 @@ PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
     Api.COMPLETIONS: ("prompt",),
 }
+CONVERSATION: Mapping[Api, str] = {api: names[-1] for api, names in PROMPT_MEMBERS.items()}
+"""The member of PROMPT_MEMBERS that is required."""
+
 _PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
 DEFAULT_OUTPUT_TOKENS = 256
 
@@ -193,22 +196,33 @@ class Caller(msgspec.Struct, frozen=True):
     prompts: PromptLengths | None = None
 
 
-def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller) -> Call:
+_ALL_LISTED: Mapping[str, str] = {}
+
+
+def parse(
+    body: bytes,
+    api: Api,
+    models: Mapping[str, Servable],
+    caller: Caller,
+    unlisted: Mapping[str, str] = _ALL_LISTED,
+) -> Call:
     """Parse and check a body.
 
-    Raises GatewayError (400 or 404) that names the problem; such a request is not forwarded.
+    `unlisted` has the message for a configured model that is not among `models`. Raises
+    GatewayError (400 or 404) that names the problem; such a request is not forwarded.
     """
     members = read_members(body)
     requested = string_member(members, "model")
     model = models.get(requested)
     if model is None:
-        raise _unknown_model(requested, models)
+        raise _unknown_model(requested, models, unlisted)
     served, numbers = model.served_model, _numbers(members)
-    names = PROMPT_MEMBERS[api]
-    name = names[-1]
+    name = CONVERSATION[api]
     if name not in members:
         raise missing_member(name)
-    prompt = (members[name],) if _PREAMBLE.isdisjoint(members) else _prompt(names, members)
+    prompt: tuple[msgspec.Raw, ...] = (members[name],)
+    if not _PREAMBLE.isdisjoint(members):
+        prompt = _prompt(PROMPT_MEMBERS[api], members)
     ids, media, estimated, longest = None, 0, 0, 0
     if api is _COMPLETIONS:
         prompts, ids, longest = read_prompts(members, model.sequences)
@@ -241,14 +255,19 @@ def parse(body: bytes, api: Api, models: Mapping[str, Servable], caller: Caller)
         choices,
         prompts,
     )
-    internal, salts = ENGINE_INTERNAL.intersection(members), caller.salts
-    salt = b"" if salts is None else salts.usual.get(caller.tenant, b"")
-    if internal and salts is not None:
-        client_salt = _client_salt(members)
-        salt = salts.salt(caller.tenant, client_salt) if client_salt else salt
+    internal = ENGINE_INTERNAL.intersection(members)
+    salt = b"" if caller.salts is None else _salt(caller.salts, caller.tenant, members, internal)
     if internal or requested != served or XARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+
+
+def _salt(
+    salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
+) -> bytes:
+    """Return the cache salt of a request, in which a salt of the client's takes part."""
+    client_salt = _client_salt(members) if internal else b""
+    return salts.salt(tenant, client_salt) if client_salt else salts.usual.get(tenant, b"")
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
@@ -301,7 +320,11 @@ def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple
     return tuple(members[name] for name in names if name in members)
 
 
-def _unknown_model(requested: str, models: Mapping[str, Servable]) -> GatewayError:
+def _unknown_model(
+    requested: str, models: Mapping[str, Servable], unlisted: Mapping[str, str]
+) -> GatewayError:
+    if requested in unlisted:
+        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
     if len(requested) <= 64 and requested.isprintable():
         shown = requested
     else:

@@ -152,25 +152,18 @@ class Relay:
         self.choices = choices
         self.state = HEAD
         self.head: Head | None = None
-        self.committed = self.refused = self.failed_in_stream = False
-        self._sse = self._rebuild = self._done = self._torn = False
-        self.events = self.bytes_out = self.status = self._refusal_bytes = self._guesses = 0
+        self.committed = self.refused = self.failed_in_stream = self._sse = False
+        self.events = self.bytes_out = self.status = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
         self.last_at: float | None = None
         self.refusal = b""
         self._body: Body = UNREAD
         self._pending = b""  # a partial head or a first event that is not yet decided
-        self._carry = b""  # the partial event at the end of the last payload
-        self._last = b""  # the newest payload, including the event it began in
-        self._held = b""  # a partial chunk size line that has not been forwarded yet
         self._usage = b""  # the newest payload with token counts
         self._reason = b""  # the newest payload with a finish reason, until that is parsed
-        self._reason_marker = REASON
-        self._finished: frozenset[int] = frozenset()  # indices of finished choices if several
         self._counts: Usage | None = None
         self._finish: str | None = None
-        self._like: Likeness | None = None
 
     @property
     def untouched(self) -> bool:
@@ -315,7 +308,15 @@ class Relay:
         if 100 <= head.status < 200:
             return
         self.head = head
-        self._rebuild = self.http_1_0 or self.renamer is not None
+        # Only a response that does not arrive whole in one read needs these fields.
+        self._done = self._torn = False
+        self._refusal_bytes = self._guesses = 0
+        self._carry: bytes = b""  # the partial event at the end of the last payload
+        self._last: bytes = b""  # the newest payload, including the event it began in
+        self._held: bytes = b""  # a partial chunk size line that has not been forwarded yet
+        self._finished: frozenset[int] = frozenset()  # indices of finished choices if several
+        self._like: Likeness | None = None
+        self._rebuild: bool = self.http_1_0 or self.renamer is not None
         self._body = body_for(head)
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
@@ -376,7 +377,9 @@ class Relay:
         self.state, self.committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_at = now
         self._usage = self._reason = payload
-        self._notify_first_token()
+        on_first, self.on_first = self.on_first, None  # see _notify_first_token()
+        if on_first is not None:
+            on_first()
         out = b"".join(
             (head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload)
         )

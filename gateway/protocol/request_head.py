@@ -15,6 +15,7 @@ from gateway.protocol.service_class import Fields
 
 MAX_HEAD = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
 MAX_FIELDS = 64
+MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
 
 # Not accepted: blanks before a colon or at the end of a line, bytes outside printable ASCII,
 # continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
@@ -23,10 +24,6 @@ MAX_FIELDS = 64
 _LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
 _NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
 _HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
-_PARTIAL_HEAD = re.compile(
-    rb"%b(?:%b: ?%b\r\n)*(?:%b(?:: ?(?:%b ?)?\r?)?|\r)?" % (_LINE, _NAME, _VALUE, _NAME, _VALUE)
-)
-_REQUEST_LINES = tuple(f"POST {path} HTTP/1.1\r\n".encode() for path in LINE)
 _FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
 _DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
@@ -77,13 +74,24 @@ class Head:
         return start, start + int(digits[0])
 
 
-def begins_head(data: bytes) -> bool:
-    """Whether `data` may be the beginning of an ordinary head that is still incomplete."""
-    if len(data) > MAX_HEAD:
+def is_partial_head(data: bytes) -> bool:
+    """Whether `data` may be the beginning of any request's head that is still incomplete.
+
+    False as soon as the full parser could reject its line ends, so that nothing invalid is kept.
+    """
+    return data[:1].isupper() and remains_partial_head(b"", data)
+
+
+def remains_partial_head(head: bytes, data: bytes) -> bool:
+    """Whether the partial head `head`, followed by `data`, is still a partial head.
+
+    Reads only `data`, so that a head that arrives in many pieces costs little.
+    """
+    if len(head) + len(data) > MAX_PARTIAL_HEAD:
         return False
-    if _PARTIAL_HEAD.fullmatch(data) is not None:
-        return True
-    return any(line.startswith(data) for line in _REQUEST_LINES)
+    if b"\r\n\r\n" in head[-3:] + data:
+        return False
+    return data.count(b"\n") == (head[-1:] + data).count(b"\r\n")
 
 
 def read_head(data: bytes, offset: int) -> Head | None:

@@ -7,6 +7,7 @@ else are counted too; engines reject those.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from gateway.protocol.errors import Failure, GatewayError
 PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM accepts both in one request
 MULTIPLE = frozenset((PROMPT, "n", "best_of"))
 
+SLICE = 64 * 1024  # bytes of JSON that are searched at once
+_ESCAPED = re.compile(rb"\\*.?", re.DOTALL)
 _LIST = ord("[")
 
 
@@ -40,7 +43,7 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     prompts = _read(members[PROMPT], most)
     embeds = members.get(EMBEDS)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
-        number = _checked(EMBEDS, _count_strings(bytes(embeds)), most)
+        number = _checked(EMBEDS, _count_strings(bytes(embeds), most), most)
         return Prompts(prompts.number + number, prompts.token_ids, prompts.longest)
     return prompts
 
@@ -63,7 +66,7 @@ def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     if memoryview(prompt)[0] != _LIST:
         return ONE
     text = bytes(prompt)
-    strings = _count_strings(text)
+    strings = _count_strings(text, most)
     if strings:
         return Prompts(_checked(PROMPT, strings, most))
     # The list's own closing bracket is one of them.
@@ -74,11 +77,20 @@ def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     return Prompts(prompts, text.count(b",") + 1, longest)
 
 
-def _count_strings(text: bytes) -> int:
-    """Count the strings in some JSON."""
-    if b"\\" in text:
-        text = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    return text.count(b'"') // 2
+def _count_strings(text: bytes, most: int) -> int:
+    """Count the strings in some JSON; stop somewhere above `most`."""
+    quotes = start = 0
+    while start < len(text) and quotes <= 2 * most:
+        end = start + SLICE
+        # An escaped character stays in the slice of its backslash.
+        if text[end - 1 : end] == b"\\" and (escaped := _ESCAPED.match(text, end)):
+            end = escaped.end()
+        part = text[start:end]
+        if b"\\" in part:
+            part = part.replace(rb"\\", b"__").replace(rb"\"", b"__")
+        quotes += part.count(b'"')
+        start = end
+    return quotes // 2
 
 
 def _checked(name: str, prompts: int, most: int) -> int:
@@ -89,7 +101,7 @@ def _checked(name: str, prompts: int, most: int) -> int:
 
 def _too_many(name: str, sequences: int, most: int) -> GatewayError:
     message = (
-        f"The request asks for {sequences} sequences (prompts x choices). "
+        f"The request asks for {sequences} sequences or more (prompts x choices). "
         f"One request may ask for {most}."
     )
     return GatewayError(Failure.BAD_REQUEST, message, param=name)

@@ -137,9 +137,11 @@ def undecided(stream: bytes, hold_until_token: bool) -> bool:
 
 def error_in(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
     """Find the error event that a stream begins with or, if held, has before its first token."""
-    if hold_until_token:
-        return ERROR_EVENT.search(stream)
-    return ERROR_EVENT.search(stream, 0, FIRST_EVENT)
+    end = len(stream) if hold_until_token else FIRST_EVENT
+    # Much faster than the pattern, and sufficient for nearly every stream.
+    if stream.find(b'"error"', 0, end) < 0:
+        return None
+    return ERROR_EVENT.search(stream, 0, end)
 
 
 def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:

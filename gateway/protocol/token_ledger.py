@@ -307,6 +307,7 @@ class Recorder(Renamer):
             self._unfinished.append(payload)
             self._unfinished_bytes += len(payload)
         if self._unfinished_bytes > MOST_EVENT:
+            self._unfinished.clear()
             message = f"the engine sent an event of more than {MOST_EVENT} bytes"
             raise UpstreamBroke("framing", message)
         return ready

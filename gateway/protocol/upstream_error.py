@@ -6,6 +6,8 @@ from policies.health.health import Event
 
 STOPPED = "shutdown"
 """The failure kind of requests that end because the gateway shuts down."""
+MODEL_GONE = "model_gone"
+"""The failure kind of an attempt at an engine that no longer has a model that it listed."""
 
 # Failure kinds that count as something other than a failure of the engine.
 _HEALTH_EVENTS = {
@@ -15,6 +17,7 @@ _HEALTH_EVENTS = {
     "ejected": Event.IGNORED,
     "slow": Event.IGNORED,
     STOPPED: Event.IGNORED,
+    MODEL_GONE: Event.IGNORED,
     "status_429": Event.IGNORED,
     # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.
     "status_503": Event.IGNORED,

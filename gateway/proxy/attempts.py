@@ -15,13 +15,18 @@ from typing import Protocol, TypeVar
 from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.protocol.errors import Failure, GatewayError, stopped
+from gateway.protocol.media import BYTES_PER_TOKEN, MEDIA_TOKENS, MOST_BYTES_PER_TOKEN
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import STOPPED, UpstreamBroke
+from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.route import Gateway, Route
-from policies.filters import fits_context, serves_tenant
+from policies.filters import serves_tenant
 from policies.model import Ask, Candidate, Pick, Request
 from policies.pricing.split import Pair
 
 ChoiceT = TypeVar("ChoiceT", bound=Pick | Pair)
+
+_OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
@@ -206,16 +211,44 @@ def no_endpoint_error(
     if route.candidates and not serving:
         message = f"No endpoint of model '{route.name}' serves this tenant."
         return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
-    if serving and not fits_context(ask, serving):
+    if serving and exchange.call is not None and is_too_long(exchange.call, serving):
         return _too_long(ask.request)
     message = f"No endpoint of model '{route.name}' is available."
     return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
 
 
 def _given_up(exchange: Exchange, problem: UpstreamBroke) -> GatewayError:
+    if problem.kind == MODEL_GONE:
+        message = (
+            f"No engine serves the model '{exchange.model}' any more: "
+            f"{len(exchange.retries)} answered that it does not exist."
+        )
+        return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
     message = f"No engine could answer ({problem.kind}); {len(exchange.retries)} tried."
     return GatewayError(failure, message)
+
+
+def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
+    """Return whether a prompt and its answer exceed every endpoint's context, by least_tokens()."""
+    needed_tokens = least_tokens(call)
+    limits = [candidate.endpoint.context_tokens for candidate in candidates]
+    return all(limit is not None and limit < needed_tokens for limit in limits)
+
+
+def least_tokens(call: Call) -> int:
+    """Return the least number of tokens that one prompt of the call and its answer may have.
+
+    An engine may count hardly any tokens for images and files.
+    """
+    request, prompt_tokens = call.request, call.request.prompt_tokens
+    if call.estimated_tokens:
+        text_tokens = max(0, call.estimated_tokens - call.media * MEDIA_TOKENS)
+        text_bytes = text_tokens * BYTES_PER_TOKEN
+        prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
+    is_limited = not _OUTPUT_LIMITS.isdisjoint(call.members)
+    output_tokens = request.output_tokens // request.choices if is_limited else 1
+    return prompt_tokens // request.prompts + output_tokens
 
 
 def _too_long(request: Request) -> GatewayError:

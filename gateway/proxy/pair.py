@@ -19,7 +19,7 @@ from gateway.protocol.json_splice import shape
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import UpstreamBroke
 from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
-from gateway.proxy.whole import WholePlan
+from gateway.proxy.whole import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import run
 from policies.model import Ask, Pick
@@ -78,11 +78,12 @@ class SplitPlan:
         """Pick one endpoint for the whole request.
 
         A pair takes two places for one permit, so a request with a permit may find all endpoints at
-        their caps.
+        their caps. A prompt that only an estimate calls too long goes to the longest context.
         """
-        split, route = self._context.split, self._route
-        alone = split.pools.alone
-        return run.pick(route.policy, ask, alone) or run.pick(split.splitter.crowded, ask, alone)
+        context, policy = self._context, self._route.policy
+        alone = context.split.pools.alone
+        pick = run.pick(policy, ask, alone) or run.pick(context.split.splitter.crowded, ask, alone)
+        return pick or pick_longest(policy, ask, alone, context.call)
 
     async def attempt(self, choice: Pair | Pick) -> UpstreamBroke | None:
         record, exchange = self._note_decision(), self.exchange

@@ -34,6 +34,7 @@ def prepare_recorded(
     client: Client,
     booking: Booking,
     on_first: Callable[[], None],
+    served: str,
 ) -> tuple[bytes, Call, Relay]:
     """Build an attempt as legs.prepare() does, and record the tokens that the client receives.
 
@@ -44,8 +45,7 @@ def prepare_recorded(
     terms = terms_of(call) if endpoint.engine is EngineKind.VLLM else None
     if terms is None:
         exchange.ledger = None
-        return forward.prepare(exchange, call, client, booking, on_first)
-    served = endpoint.served_model or exchange.model
+        return forward.prepare(exchange, call, client, booking, on_first, served)
     body = telling(call, served, endpoint.salt_member)
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
     recorder = Recorder(ledger, ledger.first, served, call.asked_model)
@@ -213,7 +213,7 @@ class RestPlan:
         """
         exchange, ledger, asked = self.exchange, self._ledger, self._call.asked_model
         ledger.resume()
-        served = booking.endpoint.served_model or self._route.name
+        served = self._route.resolve_name(booking.endpoint)
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
         salts = {member: salt} if member and salt else {}
         body = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, salts))

@@ -37,7 +37,9 @@ def into(
 
 
 def _fits_context(route: Route, call: Call) -> bool:
-    needed_tokens = call.request.prompt_tokens + call.request.output_tokens
+    request = call.request
+    prompt_tokens = request.prompt_tokens // request.prompts
+    needed_tokens = prompt_tokens + request.output_tokens // request.choices
     return route.context_tokens is None or needed_tokens <= route.context_tokens
 
 

@@ -13,11 +13,12 @@ from gateway.legs.forward import settle_failure
 from gateway.legs.hedge import OVERTAKEN
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import UpstreamBroke
-from gateway.proxy.attempts import no_endpoint_error, permit_retry
+from gateway.proxy.attempts import is_too_long, no_endpoint_error, permit_retry
 from gateway.route import Gateway, Route
 from policies import run
+from policies.contract import Policy
 from policies.filters import below_cap, fits_context, serves_tenant
-from policies.model import Ask, Pick
+from policies.model import Ask, Candidate, Pick
 
 # An endpoint with free places may fail these filters where one without free places passes them.
 _NOT_ABOUT_CAPACITY = (fits_context.__name__, serves_tenant.__name__)
@@ -47,7 +48,8 @@ class WholePlan:
         ask = self.ask = self.gateway.endpoints.ask(
             self.call.request, self.exchange.fingerprint, left_out
         )
-        return run.pick(route.policy, ask, route.candidates) or pick_over_cap(route, ask)
+        pick = run.pick(route.policy, ask, route.candidates)
+        return pick or pick_over_cap(route, ask, self.call)
 
     async def attempt(self, pick: Pick) -> UpstreamBroke | None:
         exchange: Exchange = self.exchange
@@ -58,10 +60,16 @@ class WholePlan:
             self._note(pick)
         with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
             exchange.booked(route.room, self.ask, pick)
-            gateway.hedger.waiting.append(self)
+            waiting = gateway.hedger.waiting
+            waiting[exchange] = self
             try:
                 head, body, relay = route.prepare(
-                    exchange, self.call, self.client, booking, exchange.first_token
+                    exchange,
+                    self.call,
+                    self.client,
+                    booking,
+                    exchange.first_token,
+                    route.resolve_name(booking.endpoint),
                 )
                 exchange.booking = booking
                 exchange.relay = relay
@@ -78,6 +86,8 @@ class WholePlan:
                     booking.failed(broke)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
+            finally:
+                waiting.pop(exchange, None)
         return None
 
     def _note(self, pick: Pick) -> None:
@@ -101,14 +111,38 @@ class WholePlan:
         raise no_endpoint_error(self.exchange, self.route, self.ask, problem)
 
 
-def pick_over_cap(route: Route, ask: Ask) -> Pick | None:
+def pick_over_cap(route: Route, ask: Ask, call: Call) -> Pick | None:
     """Pick an endpoint beyond its cap, if those below theirs cannot serve the request.
 
     Permits are counted per pool, so a request with a permit may find every endpoint that fits it
-    full. The engine then queues it. None when another filter left no candidate.
+    full, or every endpoint that serves its model. The engine then queues it. If only an estimate
+    makes the prompt too long, see pick_longest(). None when another filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
-    if run.refusal(policy, ask, candidates) not in _NOT_ABOUT_CAPACITY:
+    refusal = run.refusal(policy, ask, candidates)
+    is_full = route.is_partial and refusal == below_cap.__name__
+    if refusal not in _NOT_ABOUT_CAPACITY and not is_full:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-    return run.pick(replace(policy, filters=filters), ask, candidates)
+    pick = run.pick(replace(policy, filters=filters), ask, candidates)
+    return pick or pick_longest(policy, ask, candidates, call)
+
+
+def pick_longest(
+    policy: Policy, ask: Ask, candidates: Sequence[Candidate], call: Call
+) -> Pick | None:
+    """Pick an endpoint with the longest context for a prompt that only an estimate calls too long.
+
+    The engine counts the tokens and decides. None if some endpoint's context is long enough by the
+    estimate, or if every endpoint's is too short by any count.
+    """
+    serving = serves_tenant(ask, candidates)
+    if not serving or fits_context(ask, serving) or is_too_long(call, serving):
+        return None
+    longest = max(candidate.endpoint.context_tokens or 0 for candidate in serving)
+    able = [candidate for candidate in serving if candidate.endpoint.context_tokens == longest]
+    filters = tuple(keep for keep in policy.filters if keep is not fits_context)
+    over_cap = tuple(keep for keep in filters if keep is not below_cap)
+    return run.pick(replace(policy, filters=filters), ask, able) or run.pick(
+        replace(policy, filters=over_cap), ask, able
+    )

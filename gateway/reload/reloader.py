@@ -18,6 +18,7 @@ import msgspec
 from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
 from gateway.config.diff import Change, changes
 from gateway.config.file_reader import raw_bytes, read_file
+from gateway.config.references import unresolvable
 from gateway.config.yaml_source import parse
 from gateway.metrics.catalogue import Metrics
 from gateway.reload import history as versions
@@ -56,11 +57,13 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
                          change in all its workers before the first one applies it
     force                apply it even if none of a pool's endpoints can be reached
+    kept                 the text was in force before, so its references may be resolved anywhere
     """
 
     dry_run: bool = False
     noted: bool = False
     force: bool = False
+    kept: bool = False
 
 
 CHANGE = ChangeOptions()
@@ -217,12 +220,21 @@ class Reloader:
     ) -> Outcome:
         """Apply a text received by an admin request.
 
-        Its relative paths start from the file's folder.
+        Its relative paths start from the file's folder. References that the running configuration
+        does not have at such a place are refused (config/references.py).
         """
         name = str((self._file.parent if self._file is not None else Path()) / SENT)
-        return await self._attempt(
-            lambda: examine_text(text, name, self._env), trigger, options, if_match=if_match
-        )
+
+        def read() -> Loaded:
+            if options.kept:
+                return examine_text(text, name, self._env)
+            known = (self.running.text, self._started.text)
+            refused = unresolvable(
+                text, name, known, with_key=self.running.config.admin.key is not None
+            )
+            return examine_text(text, name, self._env, refused)
+
+        return await self._attempt(read, trigger, options, if_match=if_match)
 
     async def rollback(
         self,

@@ -18,6 +18,7 @@ from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Secret
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import Adoption
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
 from gateway.legs import forward
 from gateway.protocol.cache_salts import cache_salts
 from gateway.protocol.service_class import Levels
@@ -30,7 +31,7 @@ from policies import admission_registry, registry
 from policies.admission.admission import Admission
 from policies.contract import Policy
 from policies.filters import telling
-from policies.model import Candidate, EngineKind
+from policies.model import Candidate, EngineKind, Slo
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -71,8 +72,9 @@ def build(
     """Return the plan of the generation after `before`. Changes nothing.
 
     A policy whose configuration has not changed is kept with its state. `discovered` lists the
-    model names per pool that engines report, for a configuration that names none. Raises
-    policies.registry.PolicyConfigError for a policy that cannot be built.
+    model names per pool that engines report, for a configuration that names none. A model that no
+    endpoint of its pool lists gets no route. Raises policies.registry.PolicyConfigError for a
+    policy that cannot be built.
     """
     policies = _policies(config, before)
     trials = {
@@ -85,37 +87,62 @@ def build(
     rooms = _rooms(config, gate, serving, policies, trials, before)
     levels = Levels(config)
     routes: dict[str, Route] = {}
+    unlisted: dict[str, str] = {}
+    able: dict[str, tuple[int, ...]] = {}
     for model in _models(config, discovered):
         pool = model.pool
-        members = serving[pool] if config.models else adoption.serving(model.name, serving[pool])
-        split = pairing.split_route(model, policies[pool], candidates[pool])
-        route = Route(
-            model.name,
-            pool,
-            model.context_tokens,
-            _with_applicable_filters(policies[pool], candidates[pool]),
-            members,
-            rooms[pool].room,
-            forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
-            policies[pool].reads_prefix or config.observability.access_blocks,
-            rooms[pool].believes,
-            levels.named(model.slo),
-            any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
-            tuple((tier.model, tier.penalty) for tier in model.overflow),
-            split,
-            trials[pool].shadows,
-            resume=model.resume,
-            sequences=config.limits.sequences,
-        )
-        route = _with_canary(route, config, model, trials[pool], candidates[pool])
+        listing = _able(config, adoption, model, candidates[pool])
+        able[model.name] = tuple(candidate.load.slot for candidate in listing)
+        if serving[pool] and not pairing.whole(listing):
+            message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
+            unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
+            continue
+        slo = levels.named(model.slo)
+        route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {
         _digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)
     }
     generation = before.generation + 1 if before is not None else 1
     salts = cache_salts(config)
-    snapshot = Snapshot(generation, config, routes, tenants, policies, levels, trials, salts)
+    snapshot = Snapshot(
+        generation, config, routes, tenants, policies, levels, trials, salts, unlisted, able
+    )
     return Plan(snapshot, adoption, rooms)
+
+
+def _route(
+    config: Config,
+    model: Model,
+    policy: Policy,
+    trials: PoolTrials,
+    opening: Opening,
+    slo: Slo,
+    listing: tuple[Candidate, ...],
+) -> Route:
+    """Return the route of a model; `listing` are the endpoints that may serve it."""
+    members = pairing.whole(listing)
+    route = Route(
+        model.name,
+        model.pool,
+        model.context_tokens,
+        _with_applicable_filters(policy, listing),
+        members,
+        opening.room,
+        forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
+        policy.reads_prefix or config.observability.access_blocks,
+        opening.believes,
+        slo,
+        any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
+        tuple((tier.model, tier.penalty) for tier in model.overflow),
+        pairing.split_route(model, policy, listing),
+        trials.shadows,
+        resume=model.resume,
+        sequences=config.limits.sequences,
+        engine_name=common_name(model, members),
+        is_partial=len(members) < len(opening.serving),
+    )
+    return _with_canary(route, config, model, trials, listing)
 
 
 def _digest(key: Secret) -> bytes:
@@ -256,9 +283,17 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     return admission_registry.build_admission(spec.name, params)
 
 
+def _able(
+    config: Config, adoption: Adoption, model: Model, candidates: tuple[Candidate, ...]
+) -> tuple[Candidate, ...]:
+    if config.models:
+        return adoption.able(model, candidates)
+    return adoption.serving(model.name, candidates)
+
+
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:
     """Return the configured models; without any, those that the engines of each pool report."""
     if config.models:
-        return list(config.models)
+        return explicit_models(config)
     names = [(pool, name) for pool in config.pools for name in discovered.get(pool, ())]
-    return [Model(name=name, pool=pool) for pool, name in names]
+    return [Model(name=name, pool=pool, served_model=name) for pool, name in names]

@@ -6,6 +6,7 @@ freed once no request holds it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
@@ -23,6 +24,8 @@ from gateway.reload.snapshot_gc import Generations
 from gateway.route import Gateway, Snapshot
 from policies import run
 from policies.model import Ask, Request
+
+log = logging.getLogger("penstock")
 
 TRIAL = Request("dry-run", "", "", 1000, 100)
 
@@ -88,6 +91,7 @@ class Swap:
         affected += sum(queue.waiting for queue in removed if queue not in self._removed_in)
         furnish(gateway, plan, self._metrics)
         self._generations.replaced(gateway.snapshot)
+        log_unlisted(gateway.snapshot, plan.snapshot)
         gateway.snapshot = plan.snapshot
         self.discover(config)
         self._watcher.follow(config)
@@ -190,6 +194,15 @@ def _attach_trials(before: Snapshot, snapshot: Snapshot, metrics: Metrics) -> No
             trials.shadows.follow(metrics)
         if trials.sides is not None:
             trials.sides.follow(metrics)
+
+
+def log_unlisted(before: Snapshot, after: Snapshot) -> None:
+    """Log which model names no endpoint lists any more, and which are listed again."""
+    for name, message in after.unlisted.items():
+        if before.unlisted.get(name) != message:
+            log.warning("requests for model '%s' get 404: %s", name, message)
+    for name in before.unlisted.keys() & after.routes.keys():
+        log.info("model '%s' is listed and served again", name)
 
 
 def discovered(gateway: Gateway) -> Mapping[str, Sequence[str]]:

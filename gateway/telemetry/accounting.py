@@ -200,12 +200,12 @@ class AccessLog:
 class _MetricChildren:
     """The metric children for one model, endpoint, status and reason."""
 
-    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_requests", "_tpot", "_ttft")
+    __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_tpot", "_ttft", "requests")
 
     def __init__(
         self, metrics: Metrics, model: str, endpoint: str, status: int, reason: str
     ) -> None:
-        self._requests: Counter = metrics.requests_total.labels(model, str(status), reason)
+        self.requests: Counter = metrics.requests_total.labels(model, str(status), reason)
         self._ttft: Histogram = metrics.ttft_seconds.labels(model, endpoint)
         self._tpot: Histogram = metrics.tpot_seconds.labels(model, endpoint)
         self._e2e: Histogram = metrics.e2e_seconds.labels(model)
@@ -232,7 +232,7 @@ class _MetricChildren:
             first, last = relay.first_byte_at or now, relay.last_at or now
             ttft_s = first - received
             tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
-        self._requests.value += 1.0
+        self.requests.value += 1.0
         self._ttft.mark((ttft_s, now, request_id, trace_id))
         self._e2e.observe(now - received)
         if tpot_s is not None:
@@ -282,6 +282,11 @@ class Accounts:
             self.kept.compare(query, pick)
         if policy.terms is not None and self.explained.size:
             exchange.before = before(policy, pick)
+
+    @property
+    def answered_count(self) -> float:
+        """Ended requests whose response had begun; restarts when metric children are dropped."""
+        return sum(children.requests.value for children in self._children.values())
 
     def close(self, exchange: Exchange) -> None:
         """Account an ended exchange at the end of this turn of the event loop."""

@@ -14,7 +14,7 @@ from gateway.metrics.metric_types import Counter
 from gateway.protocol.relay import Relay
 from gateway.protocol.stream_scan import Usage
 from policies.admission.admission import Outcome
-from policies.admission.prompt_length import PromptLengths
+from policies.admission.prompt_length import CLOSE_ENOUGH, PromptLengths, is_text
 from policies.engine.output_length import OutputLengths
 from policies.latency.latency import ttfts
 from policies.model import Ask, Pick, Slo
@@ -210,6 +210,9 @@ class Kept:
         prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
         if prompts:
             estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
+            if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
+                prompts = [pair for pair in prompts if is_text(*pair)]
+                estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
             self.prompts.counted(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:

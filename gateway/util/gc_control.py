@@ -16,6 +16,10 @@ CALM = 64  # requests in progress up to which a collection takes only a few mill
 EVERY_S = 60.0
 AT_LATEST_S = 600.0  # collect after this time even under load
 
+# Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
+MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+
 
 def tidy() -> None:
     """Collect garbage and return free pages to the system (glibc only)."""
@@ -23,6 +27,17 @@ def tidy() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def return_large_blocks() -> None:
+    """Make the allocator return the memory of a large body as soon as it is freed (glibc only).
+
+    By default glibc raises its thresholds when such a block is freed, and keeps up to 64 MiB.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
 
 class Litter:
@@ -37,6 +52,7 @@ class Litter:
 
         To be called once at the end of startup, when everything lives as long as the process.
         """
+        return_large_blocks()
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
 

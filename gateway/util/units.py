@@ -86,7 +86,8 @@ def _plain(amount: Decimal) -> str:
 
 
 def _not_a_duration(text: str) -> str:
-    if _BARE.fullmatch(text):
+    # The value of a reference, of a subclass of str, is not shown.
+    if _BARE.fullmatch(text) and type(text) is str:
         milliseconds = _plain(Decimal(text) / 1000)
         return (
             f"{text!r} is not a duration; write {text}s, "
@@ -99,7 +100,7 @@ def _not_a_duration(text: str) -> str:
 
 
 def _not_a_size(text: str) -> str:
-    if _BARE.fullmatch(text):
+    if _BARE.fullmatch(text) and type(text) is str:
         return f"{text!r} is not a size; write {text}B, or {text}MiB if mebibytes are meant"
     return (
         f"{text!r} is not a size; "

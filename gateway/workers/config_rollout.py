@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from time import time
 
+import msgspec
+
 from gateway.config import ConfigError, Loaded, examine, examine_text
 from gateway.config.file_reader import raw_bytes
 from gateway.reload.history import Versions, made
@@ -73,7 +75,8 @@ class Configured:
         if self.file is not None and await asyncio.to_thread(self._edited, self.file):
             await self.reload()
         if self.running.text != self._file_text and await asyncio.to_thread(self._moved):
-            await self._change("/config", self.running.text, {}, lambda: self._sent(self.running.text))
+            options = ChangeOptions(kept=True)
+            await self._change("/config", self.running.text, {}, lambda: self._sent(self.running.text), options)
 
     def _edited(self, file: Path) -> bool:
         """Whether the file is to be looked at: it is in force, or is not what it was when it was taken over last."""
@@ -121,6 +124,7 @@ class Configured:
             told = f"the text of version {wanted.number} was not kept: a secret stands in it"
             return _answer(409, "nothing", told)
         text = wanted.text.encode()
+        options = msgspec.structs.replace(options, kept=True)
         return await self._change("/config", text, {}, lambda: self._sent(text), options, trigger="rollback")
 
     async def _change(
@@ -158,6 +162,8 @@ class Configured:
         trial = f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&noted=1"
         if options.force:
             trial += "&force=1"
+        if options.kept:
+            trial += "&kept=1"
         tried = await self._told(workers, trial, text, match)
         if len(tried) < len(workers):
             return _answer(503, "nothing", "a worker did not answer and is replaced; nothing was changed")
@@ -170,15 +176,18 @@ class Configured:
         if all(result_of(each) == "unchanged" for each in answers) and not self._rejected:
             self._now(loaded, self.version)
             return answers[0]
-        return await self._carry_out(workers, path, text, loaded)
+        return await self._carry_out(workers, path, text, loaded, options)
 
-    async def _carry_out(self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded) -> Answer:
-        told = await self._told(workers, f"{path}?force=1", text, {})  # whether it can be reached was found out
+    async def _carry_out(
+        self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded, options: ChangeOptions
+    ) -> Answer:
+        kept = "&kept=1" if options.kept else ""
+        told = await self._told(workers, f"{path}?force=1{kept}", text, {})  # whether it can be reached was found out
         answers = list(told.values())
         failed = [each for each in answers if result_of(each) not in GOOD]
         if failed or not answers:
             moved = [worker for worker, each in told.items() if result_of(each) == "applied"]
-            back = await self._told(moved, "/config?force=1", self.running.text, {})
+            back = await self._told(moved, "/config?force=1&kept=1", self.running.text, {})
             for worker in back:  # it has counted the change and the way back
                 self._lost(worker)
             message = "a worker could not take over what it had tried; all went back"

@@ -89,6 +89,7 @@ def together(told: Sequence[Standing]) -> Standing:
         streams=sum(each.streams for each in told),
         shared=_shared(told),
         refused=next((each.refused for each in told if each.refused is not None), None),
+        unlisted={name: message for each in told for name, message in each.unlisted.items()},
     )
 
 

@@ -10,8 +10,15 @@ LEAST_ANSWERS = 8  # before a ratio is used, and between two updates of it
 # smaller errors are ignored, so that all gateways of a fleet use the same estimate
 CLOSE_ENOUGH = 0.1
 MEMORY_TOKENS = 1 << 20  # estimated tokens, after which the history is halved
+# The most tokens of text per estimated token (one per byte), and of a chat template.
+MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
 # limits of a plausible ratio; outside of them the reported usage is wrong
 LOWEST, HIGHEST = 1 / 64, 16.0
+
+
+def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
+    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an image or file."""
+    return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
 
 
 class PromptLengths:

@@ -40,8 +40,11 @@ class Answer(NamedTuple):
 class RawConnection:
     """One client connection to 127.0.0.1."""
 
-    def __init__(self, port: int, receive_bytes: int | None = None) -> None:
+    def __init__(self, port: int, receive_bytes: int | None = None, address: str = "") -> None:
+        """`address`: the local address to connect from, in 127.0.0.0/8."""
         self.socket = socket.socket()
+        if address:
+            self.socket.bind((address, 0))
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self.socket.settimeout(WITHIN_S)

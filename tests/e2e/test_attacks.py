@@ -74,11 +74,14 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
-def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(line: Line, attack: Attack) -> None:
+def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(
+    line: Line, attack: Attack
+) -> None:
     sent = attack.sent if isinstance(attack.sent, bytes) else attack.sent()
     forwarded = len(line.stub.requests)
     took = Stopwatch(line.gateway.pid)
-    answer = ask(line, sent)
+    # Each attack has its own address, which would have to pause after a slow large body.
+    answer = ask(line, sent, f"127.0.1.{ATTACKS.index(attack) % 250 + 1}")
     fair_s = took.fair_s
     error = answer.error
     assert answer.status == attack.status, error
@@ -98,7 +101,9 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(line: Lin
 
 
 @pytest.mark.parametrize("attack", FRAMING_ATTACKS, ids=[attack.name for attack in FRAMING_ATTACKS])
-def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(line: Line, attack: Attack) -> None:
+def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(
+    line: Line, attack: Attack
+) -> None:
     """The first is served without aiohttp's parser, the second judged by it: neither sees a byte of the other's."""
     assert isinstance(attack.sent, bytes)
     forwarded = len(line.stub.requests)
@@ -111,14 +116,19 @@ def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(line
     assert line.stub.requests[-1].json == CHAT
 
 
-def ask(line: Line, sent: bytes) -> Answer:
-    with RawConnection(line.gateway.port) as wire:
+def ask(line: Line, sent: bytes, address: str = "") -> Answer:
+    with RawConnection(line.gateway.port, address=address) as wire:
         wire.send(sent)
         return wire.answer()
 
 
 def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None:
-    spoofed = ("Authorization: Bearer the-clients-key", "X-Request-Id: mine", "Cookie: a=b", "X-Data-Parallel-Rank: 3")
+    spoofed = (
+        "Authorization: Bearer the-clients-key",
+        "X-Request-Id: mine",
+        "Cookie: a=b",
+        "X-Data-Parallel-Rank: 3",
+    )
     hop = (
         "Connection: X-Secret",
         "X-Secret: a",
@@ -150,7 +160,9 @@ def test_members_that_steer_engines_are_dropped_also_where_they_hide(line: Line)
     hidden = {"vllm_xargs": {"mine": 1, **INTERNAL}, "top_k": 3, "unknown": {"kept": [1.0, None]}}
     assert ask(line, chat(**INTERNAL, **hidden)).status == 200
     seen = line.stub.requests[-1].json
-    assert re.fullmatch("[0-9a-f]{64}", seen.pop("cache_salt")), "the gateway's own, not the client's"
+    assert re.fullmatch("[0-9a-f]{64}", seen.pop("cache_salt")), (
+        "the gateway's own, not the client's"
+    )
     assert seen == {
         **CHAT,
         "vllm_xargs": {"mine": 1},
@@ -167,14 +179,29 @@ def test_an_escaped_name_of_a_dropped_member_is_dropped_as_well(line: Line) -> N
 
 @pytest.mark.parametrize(
     "host",
-    ["a/v1/x?y=", "evil.example", "test:99999999", "[::1", "a@b", "#", "..", "a b", "%00", "127.0.0.1/v1/models#", "é"],
+    [
+        "a/v1/x?y=",
+        "evil.example",
+        "test:99999999",
+        "[::1",
+        "a@b",
+        "#",
+        "..",
+        "a b",
+        "%00",
+        "127.0.0.1/v1/models#",
+        "é",
+    ],
 )
 def test_a_host_that_means_to_confuse_changes_nothing(line: Line, host: str) -> None:
     """Paths and upstream hosts never come from Host (faults.md 4, BadHost): either refused, or served as ever."""
     answer = ask(line, head(LENGTH, host=f"Host: {host}") + BODY)
     if answer.status == 200:
         seen = line.stub.requests[-1]
-        assert (seen.line, seen.headers["host"]) == (f"POST {PATH} HTTP/1.1", line.stub.url.removeprefix("http://"))
+        assert (seen.line, seen.headers["host"]) == (
+            f"POST {PATH} HTTP/1.1",
+            line.stub.url.removeprefix("http://"),
+        )
     else:
         assert answer.status == 400
         assert answer.error
@@ -185,8 +212,12 @@ def test_a_host_that_means_to_confuse_changes_nothing(line: Line, host: str) -> 
     assert unknown.error
 
 
-@pytest.mark.parametrize("start", [f"POST {PATH}?api-version=1 HTTP/1.1", f"POST http://evil.example{PATH} HTTP/1.1"])
-def test_a_query_or_an_absolute_uri_finds_its_path_and_goes_no_further(line: Line, start: str) -> None:
+@pytest.mark.parametrize(
+    "start", [f"POST {PATH}?api-version=1 HTTP/1.1", f"POST http://evil.example{PATH} HTTP/1.1"]
+)
+def test_a_query_or_an_absolute_uri_finds_its_path_and_goes_no_further(
+    line: Line, start: str
+) -> None:
     assert ask(line, head(LENGTH, start=start) + BODY).status == 200
     assert line.stub.requests[-1].line == f"POST {PATH} HTTP/1.1"
 
@@ -213,10 +244,15 @@ def test_pipelined_requests_are_answered_in_their_order(line: Line) -> None:
     assert answers[4].body.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind_it(line: Line) -> None:
+def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind_it(
+    line: Line,
+) -> None:
     with RawConnection(line.gateway.port) as wire:
         wire.send(
-            chat(model="nope") + head(start="GET /v1/models HTTP/1.1") + chat(n=0) + head(start="GET /x HTTP/1.1")
+            chat(model="nope")
+            + head(start="GET /v1/models HTTP/1.1")
+            + chat(n=0)
+            + head(start="GET /x HTTP/1.1")
         )
         assert [wire.answer().status for _ in range(4)] == [404, 200, 400, 404]
 
@@ -257,7 +293,11 @@ def test_chunked_bodies_of_every_size_arrive_whole_and_with_a_length(line: Line)
 def test_an_engines_refusal_is_reshaped_and_not_retried(line: Line, status: int) -> None:
     forwarded = len(line.stub.requests)
     answer = ask(line, chat(user=f"status:{status}"))
-    assert (answer.status, answer.error["message"], answer.error["code"]) == (status, "as asked", None)
+    assert (answer.status, answer.error["message"], answer.error["code"]) == (
+        status,
+        "as asked",
+        None,
+    )
     assert answer.headers["x-should-retry"] == "false"
     assert len(line.stub.requests) == forwarded + 1
 
@@ -266,9 +306,15 @@ UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
-def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(line: Line, upgrade: str) -> None:
+def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(
+    line: Line, upgrade: str
+) -> None:
     """As Java's HttpClient asks for HTTP/2; its connection goes on."""
-    asked = ("Connection: Upgrade, HTTP2-Settings", upgrade, "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
+    asked = (
+        "Connection: Upgrade, HTTP2-Settings",
+        upgrade,
+        "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA",
+    )
     with RawConnection(line.gateway.port) as wire:
         wire.send(head(*asked, LENGTH) + BODY + chat(user="status:418"))
         assert wire.answer().status == 200
@@ -277,7 +323,9 @@ def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(line: L
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
-def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(line: Line, upgrade: str) -> None:
+def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(
+    line: Line, upgrade: str
+) -> None:
     """aiohttp's parser drops what came behind such a head, so nothing may be read after it."""
     asked = ("Connection: Upgrade", upgrade)
     behind = chat(user="status:418")
@@ -290,8 +338,14 @@ def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(l
     assert [each.json for each in line.stub.requests[forwarded:]] == [CHAT]
 
 
-def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_and_gets_its_done(line: Line) -> None:
-    for asked in ({"user": "undone:1"}, {"user": "undone:3", "n": 3}, {"user": "undone:1", "model": "alias"}):
+def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_and_gets_its_done(
+    line: Line,
+) -> None:
+    for asked in (
+        {"user": "undone:1"},
+        {"user": "undone:3", "n": 3},
+        {"user": "undone:1", "model": "alias"},
+    ):
         answer = ask(line, chat(stream=True, **asked))
         assert answer.status == 200
         assert answer.body.endswith(b"data: [DONE]\n\n")
@@ -309,7 +363,13 @@ def test_a_stream_that_ends_properly_before_all_its_finish_reasons_is_broken(lin
 def test_a_stream_for_several_prompts_is_whole_when_each_choice_of_each_prompt_has_ended(
     line: Line, finished: int, whole: bool
 ) -> None:
-    asked = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2, "stream": True, "user": f"undone:{finished}"}
+    asked = {
+        "model": MODEL,
+        "prompt": ["a", "b", "c"],
+        "n": 2,
+        "stream": True,
+        "user": f"undone:{finished}",
+    }
     answer = ask(line, post(asked, "/v1/completions"))
     assert answer.body.endswith(b"data: [DONE]\n\n") == whole
     assert (b"stream_interrupted" in answer.body) != whole

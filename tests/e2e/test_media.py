@@ -20,14 +20,19 @@ pools:
 """
 
 
+@pytest.mark.parametrize("context_tokens", [65536, 512])
 @pytest.mark.parametrize("size", [200_000, 3_000_000])
-def test_a_large_image_on_an_idle_gateway_is_answered_at_once(tmp_path: Path, size: int) -> None:
+def test_a_large_image_on_an_idle_gateway_is_answered_at_once(
+    tmp_path: Path, size: int, context_tokens: int
+) -> None:
+    """Also where the context is shorter than what an image usually takes: its engine decides."""
+    config = CONFIG.replace("65536", str(context_tokens))
     image = base64.b64encode(Random(size).randbytes(size * 3 // 4)).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}
     body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], "max_tokens": 16}
     with (
         recording_engine() as engine,
-        gateway_process(tmp_path, CONFIG.format(url=engine.url)) as running,
+        gateway_process(tmp_path, config.format(url=engine.url)) as running,
     ):
         took = Stopwatch(running.pid)
         with RawConnection(running.port) as connection:

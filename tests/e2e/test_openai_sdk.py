@@ -20,12 +20,12 @@ MESSAGES: Any = [{"role": "user", "content": "How deep is the reservoir behind t
 CONFIG = """
 models:
   - {{name: demo-8b, aliases: [gpt-demo], pool: main}}
-  - {{name: demo-8b-short, pool: main, context_tokens: 64}}
+  - {{name: demo-8b-short, served_model: demo-8b, pool: main, context_tokens: 64}}
 pools:
   main:
     endpoints:
-      - {{url: '{0}', served_model: demo-8b}}
-      - {{url: '{1}', served_model: demo-8b}}
+      - {{url: '{0}'}}
+      - {{url: '{1}'}}
 """
 TENANTS = """
 models: [{{name: demo, pool: main}}]

@@ -17,7 +17,7 @@ from tests.scraped import total
 
 STREAMS, TOKENS = 20, 50
 CONFIG = """
-models: [{{name: demo-8b, pool: main, resume: {{}}}}]
+models: [{{name: chat, served_model: demo-8b, pool: main, resume: {{}}}}]
 pools:
   main:
     policy: least_loaded
@@ -45,7 +45,7 @@ async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semap
         )
     ]
     stream = await sdk.chat.completions.create(
-        model="demo-8b",
+        model="chat",
         messages=messages,
         max_tokens=TOKENS,
         stream=True,
@@ -61,6 +61,7 @@ async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semap
         if len(text) == 12:
             begun.release()
     assert text == expected_text({"messages": messages}, TOKENS)
+    assert {model for _, _, model in heads} == {"chat"}
     assert (len(heads), reasons, len(counted)) == (1, ["length"], 1)
     return counted[0]
 

@@ -25,6 +25,7 @@ from gateway.cli.doctor.redis_probe import judge_redis
 from gateway.cli.output import Json, print_json, say, shown
 from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
 from gateway.fleet.endpoint_registry import described
+from gateway.fleet.model_names import engine_name, explicit_models
 from gateway.http.tls_clients import ClientContexts
 from kvtransfer.dialects import by_itself
 
@@ -90,15 +91,25 @@ def _examined(loaded: Loaded, *, with_file: bool, measure: bool, token: bool) ->
     with ThreadPoolExecutor(THREADS) as threads:
         probes = threads.map(lambda each: _probe(each[1], config.health.path, token=token), specs)
         members = [Member(described(pool, spec), found) for (pool, spec), found in zip(specs, probes, strict=True)]
-    for member in members:
+    served = [_served(config, member) for member in members]
+    for member, own in zip(members, served, strict=True):
         pool = member.endpoint.pool
-        models = frozenset(model.name for model in config.models if model.pool == pool)
+        named = [model for model in explicit_models(config) if model.pool == pool]
+        models = {model.name: engine_name(model, member.endpoint) for model in named}
         split = any(model.split is not None for model in config.models if model.pool == pool)
-        yield from judge(member.found, member.endpoint, models, split=split)
+        elsewhere = frozenset().union(*(names for names in served if names is not own)) & models.keys()
+        yield from judge(member.found, member.endpoint, models, split=split, elsewhere=elsewhere)
     reached = [member for member in members if member.found.problem is None]
     if reached:
         pace = _paces(config, reached) if measure else {}
         yield from points(Fleet(reached, config if with_file else None, pace))
+
+
+def _served(config: Config, member: Member) -> frozenset[str]:
+    """Return the names of the configured models that the engine lists."""
+    own, listed = member.endpoint, models_of(member.found)
+    models = (model for model in explicit_models(config) if model.pool == own.pool)
+    return frozenset(model.name for model in models if engine_name(model, own) in listed)
 
 
 def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> Probed:

@@ -9,6 +9,7 @@ from typing import Any
 from gateway.cli.doctor.findings import Finding, bad, doubtful, good, unknown
 from gateway.cli.doctor.probe import Probed, models_of, request_members
 from gateway.fleet import scrape
+from gateway.fleet.health_checks import NO_LIST
 from policies.model import Endpoint, EngineKind
 
 PREFIXES: Mapping[EngineKind, bytes] = MappingProxyType(
@@ -26,8 +27,19 @@ HANDOFFS: Mapping[EngineKind, tuple[bytes, ...]] = MappingProxyType(
 SKEW_S, FAR_S = 2.0, 30.0
 
 
-def judge(found: Probed, endpoint: Endpoint, models: frozenset[str], *, split: bool) -> list[Finding]:
-    """Of an endpoint as configured, of which these models are wanted (none: whatever it has)."""
+def judge(
+    found: Probed,
+    endpoint: Endpoint,
+    models: Mapping[str, str],
+    *,
+    split: bool,
+    elsewhere: frozenset[str] = frozenset(),
+) -> list[Finding]:
+    """Judge an endpoint as configured.
+
+    models     by the name that clients send, the name that the engine must list; empty: any name will do
+    elsewhere  names of models that other endpoints of its pool serve
+    """
     name = endpoint.name
     if found.problem is not None:
         fix = "start it, or correct its url; is a firewall between, or does it listen on 127.0.0.1 only?"
@@ -35,7 +47,7 @@ def judge(found: Probed, endpoint: Endpoint, models: frozenset[str], *, split: b
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: _health(found, name),
         lambda: _version(found, name),
-        lambda: _models(found, endpoint, models),
+        lambda: _models(found, endpoint.name, models, elsewhere),
         lambda: _metrics(found, endpoint),
         lambda: _connector(found, endpoint, split=split),
         lambda: _cache_salt(found, endpoint),
@@ -65,8 +77,12 @@ def _version(found: Probed, name: str) -> Iterator[Finding]:
         yield unknown(name, "version", "it does not tell at /version", "note the engine's version yourself")
 
 
-def _models(found: Probed, endpoint: Endpoint, models: frozenset[str]) -> Iterator[Finding]:
-    listed, name = models_of(found), endpoint.name
+def _models(found: Probed, name: str, models: Mapping[str, str], elsewhere: frozenset[str]) -> Iterator[Finding]:
+    listed = models_of(found)
+    if found.models is not None and found.models.status in NO_LIST:
+        seen = f"it has no /v1/models ({found.models.status}), so every model of its pool is sent there"
+        yield doubtful(name, "models", seen, "does its url end in /v1? leave that out")
+        return
     if not listed:
         yield bad(
             name,
@@ -75,14 +91,26 @@ def _models(found: Probed, endpoint: Endpoint, models: frozenset[str]) -> Iterat
             "does its url end in /v1? leave that out; does it want a key?",
         )
         return
-    wanted = {endpoint.served_model} if endpoint.served_model else set(models)
-    missing = sorted(wanted - listed.keys())
+    missing = sorted(model for model, wanted in models.items() if wanted not in listed and model not in elsewhere)
     if missing:
         known = ", ".join(sorted(listed))
-        yield bad(name, "models", f"it has no {', '.join(missing)}, but {known}", "set served_model of the endpoint")
+        wanted = ", ".join(sorted({models[model] for model in missing}))
+        seen = f"it lists no {wanted}, but {known}: requests for {', '.join(missing)} get 404"
+        yield bad(name, "models", seen, _remedy(missing[0], sorted(listed.keys() - set(models.values()))))
     else:
         shown = ", ".join(f"{each} ({length} tokens)" if length else each for each, length in listed.items())
-        yield good(name, "models", shown)
+        others = sorted(model for model, wanted in models.items() if wanted not in listed)
+        yield good(name, "models", f"{shown}; others serve {', '.join(others)}" if others else shown)
+
+
+def _remedy(model: str, names: list[str]) -> str:
+    """Return how to have an engine serve a model that it does not list; no other model has one of the `names`."""
+    adapter = f"an adapter has to be loaded first (vLLM: --lora-modules {model}=PATH, or POST /v1/load_lora_adapter)"
+    if not names:
+        return adapter
+    line = f"models: [{{name: {model}, served_model: {names[0]}}}]"
+    which = "" if len(names) == 1 else " (or another name that it lists)"
+    return f"if it has the model by another name, write {line}{which}; {adapter}"
 
 
 def kind_of(text: bytes) -> EngineKind | None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpRequestParser, HttpVersion11
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.protocol.openai import LINE
-from gateway.protocol.request_head import MAX_HEAD, begins_head, read_head
+from gateway.protocol.request_head import (
+    MAX_HEAD,
+    MAX_PARTIAL_HEAD,
+    is_partial_head,
+    read_head,
+    remains_partial_head,
+)
 
 NAMES = st.sampled_from(
     [
@@ -149,7 +156,19 @@ def test_every_prefix_of_an_ordinary_head_is_recognised(
     )
     head = f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode()
     assert read_head(head, 0)
-    assert begins_head(head[: data.draw(st.integers(1, len(head) - 1))])
+    cut = data.draw(st.integers(1, len(head) - 1))
+    assert is_partial_head(head[:cut])
+    end = data.draw(st.integers(cut, len(head)))
+    assert remains_partial_head(head[:cut], head[cut:end]) == (end < len(head))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\x16\x03", b"\r\nGET", b"GET / HTTP/1.1\nHost", b"get", b"", b"A" * (MAX_PARTIAL_HEAD + 1)],
+)
+def test_an_invalid_beginning_is_no_partial_head(text: bytes) -> None:
+    assert not is_partial_head(text)
+    assert not remains_partial_head(b"GET / HTTP/1.1\r\nX: a", b"\nY: b")
 
 
 def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
@@ -174,4 +193,4 @@ def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: %b\r\n\r\n"
     assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 2)), 0) is not None
     assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 3)), 0) is None
-    assert not begins_head(head[:-4] % (b"a" * MAX_HEAD))
+    assert is_partial_head(head[:-4] % (b"a" * MAX_HEAD))

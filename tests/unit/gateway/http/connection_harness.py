@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
@@ -22,7 +22,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Api
 from gateway.util.networks import Networks
 
-TURNS = 12  # loop iterations, more than any response here takes
+TURNS = 24  # loop iterations, more than any response here takes
 
 
 class FakeTransport(asyncio.Transport):
@@ -119,6 +119,7 @@ class Harness:
         self._manager = web.Server(self._serve_other, handler_cancellation=True)
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()
+        self.reserve: Callable[[int], None] = lambda _: None
         self.budget = FakeBudget()
         self.refused: list[str] = []
         self.connections = ClientConnections(self.budget, Networks(()), self.refused.append)
@@ -153,7 +154,7 @@ class Harness:
 
     async def _serve(self, client: Client, api: Api) -> None:
         try:
-            body = await client.body(lambda _: None)
+            body = await client.body(self.reserve)
         except GatewayError as error:
             client.refuse(error, "req_1")
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+import asyncio
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,8 @@ from gateway.config import Limits
 from gateway.http.aiohttp_connection import MAX_HEAD, SLICE, Lobby
 from gateway.http.client_connections import ClientConnections
 from gateway.http.connection import Talk
-from gateway.http.fast_connection import MAX_AHEAD
+from gateway.http.fast_connection import MAX_AHEAD, Front
+from gateway.protocol.errors import Failure, GatewayError
 from gateway.util.networks import Networks
 from tests.replaced import stand_in
 from tests.unit.gateway.http.connection_harness import (
@@ -43,6 +46,10 @@ def new_connections(
 
 def new_connection() -> Talk:
     return cast(Talk, FakeConnection())
+
+
+def new_protocol(harness: Harness, kind: str) -> Front | Lobby:
+    return harness.fast_connection() if kind == "fast" else harness.aiohttp_connection()
 
 
 def drops(connection: Talk) -> int:
@@ -163,9 +170,10 @@ async def test_reading_resumes_only_when_few_bytes_are_left() -> None:
     await turns()
 
 
-async def test_pipelined_requests_of_one_connection_take_turns_with_others() -> None:
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+async def test_pipelined_requests_of_one_connection_take_turns_with_others(kind: str) -> None:
     harness = Harness()
-    connections = [harness.fast_connection() for _ in range(2)]
+    connections = [new_protocol(harness, kind) for _ in range(2)]
     transports = [FakeTransport(connection) for connection in connections]
     for connection, transport, mark in zip(
         connections, transports, ("first", "second"), strict=True
@@ -242,12 +250,64 @@ async def test_a_connection_whose_pipelined_requests_are_dropped_closes_after_it
 
 
 @pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: str) -> None:
+    """A connection that loses its bytes is aborted, because only that frees the kernel's buffer."""
+    harness = Harness(slow=True)
+    harness.limits = Limits(unread_budget="1MiB")  # type: ignore[arg-type]
+    transports = []
+    for _ in range(2):
+        protocol = new_protocol(harness, kind)
+        transport = BufferedTransport(protocol, 400_000)
+        protocol.connection_made(transport)
+        harness.connections.admit(protocol, "192.0.2.1", harness.limits)
+        protocol.data_received(request(b"x" * 1000) * 80)
+        transports.append(transport)
+    assert [transport.aborted for transport in transports] == [False, False]
+    assert harness.budget.reserved > 2 * 400_000
+    newest = harness.fast_connection()
+    transports.append(BufferedTransport(newest, 400_000))
+    newest.connection_made(transports[-1])
+    newest.data_received(request(b"x" * 1000) * 80)
+    assert [transport.aborted for transport in transports] == [True, False, False]
+    for _ in range(40):
+        await turns()
+    assert harness.budget.reserved == 0
+    for transport in transports:
+        transport.close()
+    await turns()
+
+
+def test_one_connection_cannot_displace_the_unread_bytes_of_all_others() -> None:
+    everyone, budget, _ = new_connections()
+    large, other = new_connection(), new_connection()
+    everyone.hold(other, 1000, 2**24)
+    everyone.hold(large, 2**23, 2**24)
+    assert (drops(large), drops(other), budget.reserved) == (1, 0, 1000)
+
+
+class BufferedTransport(FakeTransport):
+    """A transport whose socket has a receive buffer of this size; `aborted` records an abort."""
+
+    def __init__(self, protocol: asyncio.Protocol, receive_buffer: int) -> None:
+        super().__init__(protocol)
+        self._socket = Mock(fileno=lambda: 1, getsockopt=lambda *_: receive_buffer)
+        self.aborted = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else super().get_extra_info(name, default)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.close()
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
 async def test_the_oldest_unfinished_head_is_refused_for_a_newer_one(kind: str) -> None:
     harness = Harness()
     harness.limits = Limits(unread_budget="10KiB")  # type: ignore[arg-type]
     transports = []
     for _ in range(4):
-        protocol = harness.fast_connection() if kind == "fast" else harness.aiohttp_connection()
+        protocol = new_protocol(harness, kind)
         transport = FakeTransport(protocol)
         protocol.connection_made(transport)
         harness.connections.admit(protocol, "192.0.2.1", harness.limits)
@@ -355,5 +415,47 @@ async def test_a_body_in_tiny_pieces_is_joined_into_few(monkeypatch: pytest.Monk
     await turns()
     assert most < 12
     assert [body for _, body, _ in harness.served] == [b"x" * 40_000]
+    transport.close()
+    await turns()
+
+
+async def test_a_body_of_many_tiny_chunks_is_parsed_over_many_loop_iterations() -> None:
+    harness = Harness()
+    connection, other = harness.aiohttp_connection(), harness.fast_connection()
+    transports = [FakeTransport(connection), FakeTransport(other)]
+    for protocol, transport in zip((connection, other), transports, strict=True):
+        protocol.connection_made(transport)
+    chunks = b"1\r\nx\r\n" * 10_000 + b"0\r\n\r\n"
+    connection.data_received(request(b"", length="Transfer-Encoding: chunked") + chunks)
+    for _ in range(5):
+        await turns()
+        other.data_received(request())
+    assert [body for _, body, _ in harness.served] == [b"{}"] * 5
+    for _ in range(30):
+        await turns()
+    assert harness.served[-1][1] == b"x" * 10_000
+    for transport in transports:
+        transport.close()
+    await turns()
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+async def test_a_refused_body_is_freed_while_its_connection_lingers(kind: str) -> None:
+    harness = Harness()
+
+    def refuse(body_bytes: int) -> None:
+        if body_bytes > 150_000:
+            raise GatewayError(Failure.OVERLOADED, "full")
+
+    harness.reserve = refuse
+    protocol = new_protocol(harness, kind)
+    transport = FakeTransport(protocol)
+    protocol.connection_made(transport)
+    odd = () if kind == "fast" else ("X_Odd: 1",)
+    await transport.deliver(request(b"", *odd, length="Content-Length: 300000") + b"x" * 100_000)
+    await transport.deliver(b"x" * 100_000)
+    assert transport.half_closed
+    assert not protocol._unread
+    assert not getattr(protocol, "_pieces", None)
     transport.close()
     await turns()

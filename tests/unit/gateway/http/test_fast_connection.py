@@ -7,6 +7,7 @@ import itertools
 import socket
 import struct
 from time import monotonic
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -95,13 +96,40 @@ def test_any_sequence_in_any_pieces_is_read_as_aiohttp_reads_it_one_by_one(
     asyncio.run(run())
 
 
-async def test_a_head_in_many_pieces_switches_to_aiohttp_without_losing_bytes() -> None:
+@pytest.mark.parametrize(
+    ("field", "switches"), [("X-Mark: dripped", False), ("X_Mark: dripped", True)]
+)
+async def test_a_head_in_many_pieces_is_parsed_once_it_is_complete(
+    field: str, switches: bool
+) -> None:
+    """Parsing it after each piece would take quadratic time."""
     harness = Harness()
-    sent = request(b"{}", "X-Mark: dripped")
-    pieces = [sent[start : start + 3] for start in range(0, len(sent), 3)]
-    outcome = await harness.deliver(harness.fast_connection(), pieces)
-    assert outcome.has_switched
-    assert outcome.served == [("/v1/chat/completions", b"{}", "dripped")]
+    connection = harness.fast_connection()
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    sent = request(b"{}", field)
+    for byte in sent[:-3]:
+        connection.data_received(bytes([byte]))
+        assert transport.protocol is connection
+    await transport.deliver(sent[-3:])
+    assert (transport.protocol is not connection) == switches
+    assert [body for _, body, _ in harness.served] == [b"{}"]
+    transport.close()
+    await turns()
+
+
+@pytest.mark.parametrize("invalid", [b"X: a\nY", b"X" * 70_000])
+async def test_an_invalid_partial_head_is_refused_at_once(invalid: bytes) -> None:
+    harness = Harness()
+    connection = harness.fast_connection()
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    await transport.deliver(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n")
+    for start in range(0, len(invalid), 1000):
+        await transport.deliver(invalid[start : start + 1000])
+    assert transport.text.startswith(b"HTTP/1.1 4")
+    transport.close()
+    await turns()
 
 
 async def test_pipelined_requests_are_served_in_order_while_reading_is_paused() -> None:
@@ -200,6 +228,38 @@ async def test_a_closing_connection_lets_a_slow_client_finish_reading() -> None:
     connection.sweep(monotonic() + patience_s + 1)
     assert transport.aborts == 1
     await turns()
+
+
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+async def test_an_idle_connection_is_not_closed_while_it_has_an_unread_request(kind: str) -> None:
+    """A request may arrive after the last read and before the sweep of the same iteration."""
+    harness = Harness()
+    is_fast = kind == "fast"
+    protocol = harness.fast_connection() if is_fast else harness.aiohttp_connection()
+    server, client = socket.socketpair()
+    with server, client:
+        transport = SocketTransport(protocol, server)
+        protocol.connection_made(transport)
+        client.send(request())
+        late = monotonic() + harness.limits.idle_timeout + 1
+        protocol.sweep(late)
+        await turns()
+        assert not transport.closed
+        server.recv(1000)
+        protocol.sweep(late)
+        await turns()
+        assert transport.closed
+
+
+class SocketTransport(FakeTransport):
+    """A transport with a socket that it does not read."""
+
+    def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+        super().__init__(protocol)
+        self._socket = sock
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else super().get_extra_info(name, default)
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -375,8 +375,8 @@ async def test_sockets_disable_nagle_and_requests_carry_the_engines_own_key() ->
     async with engines() as fake:
         await fake.ask()
         (connection,) = fake.upstream.connections
-        assert connection._transport is not None
-        raw = connection._transport.get_extra_info("socket")
+        assert connection.transport is not None
+        raw = connection.transport.get_extra_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert b"authorization: Bearer the-engines-key\r\n" in fake.upstream.head("/v1/completions")
 
@@ -495,8 +495,8 @@ async def test_a_running_stream_uses_delayed_acks_until_the_next_request() -> No
 
 def sock_of(client: FakeClient) -> socket.socket:
     assert client.source is not None
-    assert client.source._transport is not None
-    found: socket.socket = client.source._transport.get_extra_info("socket")
+    assert client.source.transport is not None
+    found: socket.socket = client.source.transport.get_extra_info("socket")
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.upstream import Connection, Patience, Upstream
-from gateway.http.write_queue import MOST, TURN, Outbox
+from gateway.http.write_queue import MAX_DEFERRED_BYTES, MOST, TURN, Outbox
 from gateway.protocol.relay import Relay, State
 from gateway.protocol.response_framing import chunk
 from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
@@ -102,9 +102,26 @@ def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
     for _ in range(TURN + MOST):
         stream.receive(b".")
     assert not stream.sent
-    stream.receive(b".")
+    for excess in range(1, 4):
+        stream.receive(b".")
+        queue.flush()
+        assert len(stream.sent) == TURN + excess
+
+
+def test_deferred_chunks_are_limited_in_bytes_too() -> None:
+    """With a limit on their number alone, a few fast engines could take hundreds of MiB."""
+    queue, loop = new_queue()
+    stream, chunk_bytes = FakeConnection(queue), b"x" * (MAX_DEFERRED_BYTES // 16)
+    for _ in range(TURN):
+        stream.receive(b".")
+    for _ in range(17):
+        stream.receive(chunk_bytes)
     queue.flush()
-    assert len(stream.sent) == TURN + MOST
+    assert len(stream.sent) == TURN + len(chunk_bytes)
+    while loop.turn():
+        pass
+    assert len(stream.sent) == TURN + 17 * len(chunk_bytes)
+    assert queue._deferred_bytes == 0
 
 
 def test_a_chunk_that_cannot_be_relayed_does_not_affect_the_others() -> None:

@@ -40,10 +40,15 @@ WHOLE = "".join(TEXT)
 
 
 @asynccontextmanager
-async def pool(first: Script, second: Script, saved: float | None = 5.0, **options: Any) -> AsyncIterator[Front]:
+async def pool(
+    first: Script, second: Script, saved: float | None = 5.0, **options: Any
+) -> AsyncIterator[Front]:
     """A gateway before two engines of which it knows that they take some milliseconds for anything."""
     script = each(first, second)
-    usual = {"models": [{"name": MODEL, "pool": "main"}], "health": {"slow_factor": 0.0}}  # no endpoint is suspected
+    usual = {
+        "models": [{"name": MODEL, "pool": "main"}],
+        "health": {"slow_factor": 0.0},
+    }  # no endpoint is suspected
     options = usual | {"decode_role": "both", "policy": "round_robin"} | options
     both = front("vllm_nixl", [], [script] * 2, **options)
     async with both as running:
@@ -61,7 +66,9 @@ async def asked(running: Front, times: int) -> tuple[Half, Half]:
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(half.asked) for half in running.decode) < times:
             await asyncio.sleep(0.005)
-    return tuple(sorted(running.decode, key=lambda half: half.asked[0].came_at if half.asked else 1e18))  # type: ignore[return-value]
+    return tuple(
+        sorted(running.decode, key=lambda half: half.asked[0].came_at if half.asked else 1e18)
+    )  # type: ignore[return-value]
 
 
 def counted(running: Front) -> tuple[float, float, float]:
@@ -75,7 +82,9 @@ def counted(running: Front) -> tuple[float, float, float]:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_second_endpoint_serves_a_request_whose_first_byte_is_late(stream: bool) -> None:
     async with pool(holds, decodes) as running:
-        reply = await running.ask(stream=stream, stream_options={"include_usage": True} if stream else None)
+        reply = await running.ask(
+            stream=stream, stream_options={"include_usage": True} if stream else None
+        )
         first, second = await asked(running, 2)
         assert (reply.status, reply.text) == (200, WHOLE)
         assert reply.headers["x-penstock-endpoint"] == second.name
@@ -182,8 +191,12 @@ async def test_a_stream_that_has_begun_is_not_hedged() -> None:
         assert sum(len(half.asked) for half in running.decode) == 1
 
 
-@pytest.mark.parametrize(("saved", "retries"), [(0.0, {}), (5.0, {"hedge": 0.0}), (5.0, {"budget": 0.0, "floor": 0})])
-async def test_no_request_is_hedged_beyond_its_share_or_the_retry_budget(saved: float, retries: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "retries"), [(0.0, {}), (5.0, {"hedge": 0.0}), (5.0, {"budget": 0.0, "floor": 0})]
+)
+async def test_no_request_is_hedged_beyond_its_share_or_the_retry_budget(
+    saved: float, retries: dict[str, Any]
+) -> None:
     async with pool(holds, decodes, saved=saved, retries=retries) as running:
 
         async def later() -> None:
@@ -241,6 +254,19 @@ async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_
             await running.ask(words=3)
         hedger.sweep(0.05, monotonic())
         assert hedger.allowed == 0.05 * CREDIT
+
+
+async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> None:
+    """Otherwise hundreds of ended requests would stay in memory under load."""
+    async with pool(decodes, holds, saved=None) as running:
+        hedger = running.app.gateway.hedger
+        waiting = asyncio.ensure_future(running.ask())
+        await running.ask()
+        assert len(hedger.waiting) == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await running.at_rest()
+        assert not hedger.waiting
 
 
 async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> None:

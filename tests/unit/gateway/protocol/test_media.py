@@ -29,6 +29,9 @@ PARTS: list[dict[str, Any]] = [
         "file": {"file_data": f"data:application/pdf;base64,{IMAGE}", "filename": "a.pdf"},
     },
     {"type": "image_embeds", "image_embeds": IMAGE},
+    {"type": "audio_url", "audio_url": {"url": f"data:audio/webm; codecs=opus;base64,{IMAGE}"}},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE}},
+    {"type": "image_url", "images": [IMAGE]},
 ]
 
 
@@ -50,6 +53,28 @@ def test_a_base64_part_counts_as_one_medium_and_is_sent_unchanged(
     assert call.media == 1
     assert IMAGE.encode() in call.body
     assert parsed([TEXT, part, part], separators).media == 2
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_each_medium_of_a_list_counts_and_text_in_lists_is_text(
+    separators: tuple[str, str],
+) -> None:
+    call = parsed(
+        [{"type": "x", "images": [IMAGE, f"data:image/png;base64,{OTHER}", IMAGE]}], separators
+    )
+    assert call.media == 3
+    assert 3 * MEDIA_TOKENS < call.request.prompt_tokens < 3 * MEDIA_TOKENS + 100
+    assert parsed([IMAGE, IMAGE]).media == 0
+
+
+def test_media_in_the_result_of_a_tool_count_as_media() -> None:
+    messages = [
+        {"role": "user", "content": "draw"},
+        {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PARTS[0], PARTS[4]]},
+    ]
+    body = json.dumps({"model": "demo", "messages": messages}).encode()
+    call = parse(body, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0))
+    assert (call.media, call.request.prompt_tokens < 2 * MEDIA_TOKENS + 200) == (2, True)
 
 
 def test_text_that_looks_like_base64_counts_as_text() -> None:
@@ -78,6 +103,11 @@ def test_prompts_with_different_images_share_only_the_blocks_before_the_image() 
     shared = sum(a == b for a, b in zip(one, other, strict=True))
     assert 1800 // 512 <= shared <= 2000 // 512
     assert one[:shared] == other[:shared]
+
+
+def test_lists_without_an_end_are_scanned_in_linear_time() -> None:
+    blob = b'"x":["' + b"A" * 5000 + b'","'
+    assert without_media(b"[{" + blob * 200)[1] == 200
 
 
 def test_a_prompt_of_only_keys_and_blobs_is_scanned_in_linear_time() -> None:

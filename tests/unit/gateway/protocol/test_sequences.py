@@ -6,11 +6,14 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.admission.quotas import Quotas
 from gateway.config import Tenant
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Api, Call, Caller, parse
+from gateway.protocol.sequences import SLICE, _count_strings
 from gateway.protocol.service_class import NOTHING
 from policies.model import STANDARD, Slo
 from tests.fair_time import Stopwatch, pace
@@ -90,7 +93,8 @@ def test_sequences_are_limited_over_prompts_and_choices(prompt: list[Any]) -> No
     assert refusal(prompt * (MOST + 1)).param == "prompt"
     assert parsed(prompt * 64, n=4).request.choices == MOST
     assert refusal(prompt * 64, n=5).message == (
-        "The request asks for 320 sequences (prompts x choices). One request may ask for 256."
+        "The request asks for 320 sequences or more (prompts x choices). "
+        "One request may ask for 256."
     )
     assert parsed(prompt * 64, best_of=4, n=2).request.choices == 128
     assert refusal(prompt * 64, best_of=5).param == "prompt"
@@ -128,6 +132,18 @@ def test_millions_of_prompts_are_rejected_without_decoding(prompt: bytes) -> Non
     took = Stopwatch()
     refusal(prompt)
     assert took.fair_s < 0.5 * pace()
+
+
+def test_counting_prompts_stops_above_the_limit() -> None:
+    prompt = b"[" + b'"",' * 2**21 + b'""]'
+    assert 256 < _count_strings(prompt, 256) < SLICE
+
+
+@given(st.binary(max_size=40).map(lambda end: b'\\"' * (SLICE // 2 - 10) + end.replace(b'"', b"")))
+def test_an_escape_at_the_end_of_a_slice_is_counted_as_one(text: bytes) -> None:
+    # An odd number of backslashes at the end would escape the closing quote.
+    inside = text[: len(text) - (len(text) - len(text.rstrip(b"\\"))) % 2]
+    assert _count_strings(b'["' + inside + b'","b"]', 256) == 2
 
 
 def test_a_tenants_quota_counts_every_prompt_as_a_request() -> None:

@@ -52,3 +52,42 @@ async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None
 async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
     async with front("vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]) as running:
         assert (await running.ask(words=400)).status == 400
+
+
+def image(base64_bytes: int) -> dict[str, Any]:
+    """A message with one image."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (base64_bytes // 8)}}
+    return {"role": "user", "content": [part]}
+
+
+@pytest.mark.parametrize("base64_bytes", [200_000, 3_000_000])
+@pytest.mark.parametrize("split", [False, True])
+async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(base64_bytes: int, split: bool) -> None:
+    sections: dict[str, Any] = {} if split else {"models": [{"name": MODEL, "pool": "main"}]}
+    sections["contexts"] = [SHORT, 2 * SHORT]
+    async with front("vllm_nixl", [], [decodes, decodes], decode_role="both", **sections) as running:
+        reply = await running.ask(messages=[image(base64_bytes)])
+        assert reply.status == 200
+        short, long = running.decode
+        assert (len(short.asked), len(long.asked)) == (0, 1)
+        long.script = refuses(400)
+        reply = await running.ask(messages=[image(base64_bytes)])
+        assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")
+
+
+async def test_text_that_may_fit_by_its_tokenizer_is_sent_and_what_cannot_is_refused() -> None:
+    async with whole([decodes], contexts=[SHORT]) as running:
+        assert (await running.ask(words=4 * SHORT // 5)).status == 200  # four times its estimate would fit
+        assert (await running.ask(words=4 * SHORT)).status == 400
+        assert (await running.ask(words=3, max_tokens=SHORT)).status == 400
+        members: dict[str, Any] = {"path": "/v1/completions", "max_tokens": 8}
+        assert (await running.ask(prompt=[7] * (SHORT - 8), **members)).status == 200
+        assert (await running.ask(prompt=[7] * SHORT, **members)).status == 400  # counted, not estimated
+
+
+async def test_each_prompt_of_a_list_and_each_answer_has_a_context_of_its_own() -> None:
+    async with whole([decodes], contexts=[SHORT]) as running:
+        members: dict[str, Any] = {"path": "/v1/completions", "max_tokens": 8}
+        assert (await running.ask(prompt=[[7] * 50] * 4, **members)).status == 200
+        assert (await running.ask(prompt=["word " * 20] * 8, **members)).status == 200
+        assert (await running.ask(words=3, n=16)).status == 200

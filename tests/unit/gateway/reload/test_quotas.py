@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from gateway.admission.quotas import Quotas
+from gateway.protocol.media import MEDIA_TOKENS
+from policies.admission.quota import Limits, Quota
 from policies.model import Request
 from tests.unit.gateway.reload.running import Running, running
 
@@ -62,6 +68,33 @@ async def test_tokens_that_a_short_response_did_not_use_are_refunded(tmp_path: P
         quotas = harness.app.gateway.gate.quotas
         request = Request("r", "demo-8b", "a", 100, 2000)
         for _ in range(7):
-            result = quotas.take(request)
-            assert result is not None
-            quotas.settle(result, request, 20)
+            taken = quotas.take(request)
+            assert taken is not None
+            quotas.settle(taken, request, 20)
+
+
+async def test_a_quota_is_charged_what_the_engine_counted_of_a_prompt(tmp_path: Path) -> None:
+    async with running(tmp_path, more=TENANTS.format("tokens_per_minute: 30000")) as made:
+        quota = made.app.gateway.gate.quotas.by_tenant["a"]
+        part = {
+            "type": "image_url",
+            "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 2500},
+        }
+        status, _, answer = await post(made, "sk-a", messages=[{"role": "user", "content": [part]}])
+        assert status == 200
+        usage: Any = answer["usage"]
+        assert abs(usage["prompt_tokens"] - MEDIA_TOKENS) > 500  # else the test proves nothing
+        bucket = quota._tokens
+        assert bucket is not None
+        assert bucket._level == pytest.approx(30_000 - usage["total_tokens"], abs=100)
+
+
+def test_a_quota_keeps_the_estimate_where_the_engine_does_not_count() -> None:
+    quotas, request = Quotas(), Request("r", "m", "a", 100, 20)
+    quota = quotas.by_tenant["a"] = Quota(Limits(None, 1000))
+    for prompt_tokens, left in ((None, 890), (300, 580), (1, 569)):
+        assert quotas.take(request) is quota
+        quotas.settle(quota, request, 10, prompt_tokens)
+        bucket = quota._tokens
+        assert bucket is not None
+        assert bucket._level == pytest.approx(left, abs=5)

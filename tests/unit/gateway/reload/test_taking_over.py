@@ -291,6 +291,8 @@ async def test_no_secret_is_in_any_page_message_version_or_change(
         engine = (
             harness.text(0).replace("name: group-0", "name: group-0, api_key: '${file:key}'") + more
         )
+        harness.write(engine)  # a reference at a new place is refused over HTTP
+        await harness.hears("api_key")
         observed.append(dumped(await harness.put(engine)))
         for place in (
             "labels: {x: '${file:key}'}",

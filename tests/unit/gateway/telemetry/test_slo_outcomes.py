@@ -264,6 +264,17 @@ def test_the_first_responses_of_a_kind_are_learned_from_one_by_one_and_later_one
     assert tracker.prompts.corrected("demo", False, 500) == 1000
 
 
+def test_the_tokens_of_images_behind_urls_are_not_learned_as_those_of_text() -> None:
+    """A URL is a few tokens of text to the gateway, and 1,000 tokens to the engine."""
+    tracker = Kept(Metrics())
+    for number in range(AT_ONCE + BATCH):
+        x, relay = exchange(number), answered(0.5, 1.0, 10)  # 1,000 tokens of prompt
+        assert x.call is not None
+        x.call.estimated_tokens = 80 if number % 2 else 500
+        tracker.answered(x, relay, relay.usage, 0.0)
+    assert tracker.prompts.corrected("demo", False, 500) == 1000
+
+
 def test_the_tenant_label_can_be_turned_on_at_run_time() -> None:
     metrics, x, relay = Metrics(), exchange(), answered(0.5, 3.0, 10)
     tracker, x.tenant = Kept(metrics), "acme"

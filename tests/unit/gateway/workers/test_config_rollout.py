@@ -194,4 +194,6 @@ async def test_what_is_gone_back_to_is_called_as_the_workers_call_it(house: Hous
     await house.configured.put(NEW.encode(), {})
     await house.configured.rollback(1)
     assert house.agree(OLD)
+    kept = ["/config?dry_run=1&noted=1&kept=1", "/config?force=1&kept=1"]  # its references need not be in force
+    assert house.workers[0].asked[-2:] == kept
     assert Path(house.configured.running.file).name == SENT

@@ -1,0 +1,97 @@
+"""Decides which references of a configuration that was sent over HTTP may be resolved.
+
+The sender must not choose which variable or file of the gateway's machine is used where. So a
+reference is resolved only if a text that the operator put in force has it at the same kind of
+place. What references resolve to is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gateway.config.problems import Path
+from gateway.config.yaml_source import references_in, written_values
+
+NEW_REFERENCE = (
+    "was sent over HTTP and has a reference that the running configuration does not have at such "
+    "a place; write it into the file and reload"
+)
+NEW_ADDRESS = (
+    "was sent over HTTP without admin.key, so a value with a reference must be as in the running "
+    "configuration, and a key must stay with its address; write it into the file and reload"
+)
+
+Fact = tuple[object, ...]
+
+
+def unresolvable(
+    text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
+) -> dict[Path, str]:
+    """Return, by path, why values of a received text may not be resolved.
+
+    Raises ConfigError when a text is not YAML.
+
+    known     the texts whose references are allowed; empty for a configuration without a text
+    with_key  the sender has sent admin.key. Otherwise the whole value must be known rather than
+              only its references, and so must be the address that a key or password is sent to
+    """
+    texts = [written_values(known_text, file) for known_text in known if known_text]
+    allowed = frozenset(fact for written in texts for fact in _facts(written, with_key))
+    sent = written_values(text, file)
+    message = NEW_REFERENCE if with_key else NEW_ADDRESS
+    return {
+        path: message
+        for path, value in sent.items()
+        if not allowed.issuperset(_facts_of(path, value, sent, with_key))
+    }
+
+
+def _facts(written: Mapping[Path, object], with_key: bool) -> Iterator[Fact]:
+    for path, value in written.items():
+        yield from _facts_of(path, value, written, with_key)
+
+
+def _facts_of(
+    path: Path, value: object, written: Mapping[Path, object], with_key: bool
+) -> Iterator[Fact]:
+    """Yield what must be known of a value with references: its place and perhaps its address."""
+    references = references_in(value) if isinstance(value, str) else ()
+    if with_key:
+        yield from ((_kind(path), reference) for reference in references)
+    elif references:
+        yield _kind(path), value, _address(path, written)
+
+
+def _kind(path: Path) -> Path:
+    """Return the path without indices and without the operator's names of pools and classes."""
+    name_index = 1 if path[0] == "pools" else 2 if path[:2] == ("slo", "classes") else -1
+    return tuple(
+        "*" if isinstance(part, int) or index == name_index else part
+        for index, part in enumerate(path)
+    )
+
+
+def _address(path: Path, written: Mapping[Path, object]) -> tuple[object, ...]:
+    """Return the values that determine where and how a key or password is sent.
+
+    Empty for any other value.
+    """
+    section, key = path[:-1], path[-1]
+    if key == "api_key" and "discover" in path:
+        return _values_below(section[:-1], written, left_out=(key,))
+    if key == "api_key":
+        return (written.get((*section, "url")), *_values_below((*section, "tls"), written))
+    if path == ("observability", "traces", "key"):
+        return (written.get((*section, "endpoint")),)
+    if path == ("shared", "redis", "password"):
+        return (written.get((*section, "url")), *_values_below((*section, "tls"), written))
+    return ()
+
+
+def _values_below(
+    section: Path, written: Mapping[Path, object], left_out: Sequence[object] = ()
+) -> tuple[object, ...]:
+    length = len(section)
+    values = [(path[length:], value) for path, value in written.items() if path[:length] == section]
+    kept = [(path, str(value)) for path, value in values if path[-1] not in left_out]
+    return tuple(sorted(kept, key=str))

@@ -1,0 +1,70 @@
+"""Model names: what an endpoint's engine calls a configured model, and which endpoints list it.
+
+An endpoint serves a model only if its /v1/models lists the name. While that list is unknown, or if
+the engine has none, the configuration decides. No I/O: gateway/fleet/health_checks.py reads the lists, and
+gateway/reload/snapshot.py builds routes from the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from gateway.config import Config, Model
+from policies.model import Candidate, Endpoint
+
+# The most names in a message, and the most characters of each.
+MOST_NAMES = 8
+MOST_CHARACTERS = 64
+
+
+def explicit_models(config: Config) -> list[Model]:
+    """Return the configured models, with served_model set where an endpoint's cannot apply.
+
+    An endpoint's served_model applies to the only model of its pool that has none of its own.
+    """
+    unnamed = Counter(model.pool for model in config.models if model.served_model is None)
+    return [
+        model.model_copy(update={"served_model": model.name})
+        if model.served_model is None and unnamed[model.pool] > 1
+        else model
+        for model in config.models
+    ]
+
+
+def engine_name(model: Model, endpoint: Endpoint) -> str:
+    """Return the model's name in requests to the endpoint; `model` is from explicit_models()."""
+    return model.served_model or endpoint.served_model or model.name
+
+
+def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
+    """Return the name by which all candidates know the model; "" if they differ."""
+    names = {engine_name(model, candidate.endpoint) for candidate in candidates}
+    names = names or {model.served_model or model.name}
+    return names.pop() if len(names) == 1 else ""
+
+
+def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iterable[str]) -> str:
+    """Return the error message for requests of a model that no endpoint lists.
+
+    `listed`: the names that the endpoints list, without those of endpoints reserved for tenants.
+    """
+    wanted = join_names({engine_name(model, candidate.endpoint) for candidate in candidates})
+    names = join_names(listed)
+    listing = f"listed there: {names}" if names else "no model is listed there"
+    return (
+        f"No endpoint of pool '{model.pool}' lists {wanted} for the model '{model.name}'; "
+        f"{listing}."
+    )
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return names for a message, sorted and shortened."""
+    return ", ".join(_shorten(sorted(set(names))))
+
+
+def _shorten(names: Sequence[str]) -> Iterator[str]:
+    for name in names[:MOST_NAMES]:
+        yield f"'{name[:MOST_CHARACTERS]}'"
+    if len(names) > MOST_NAMES:
+        yield f"and {len(names) - MOST_NAMES} more"

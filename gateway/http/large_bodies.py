@@ -1,0 +1,70 @@
+"""Lets large request bodies be parsed one at a time, so that other requests run in between.
+
+Parsing a body cannot be interrupted. It takes about a millisecond per MiB at most, but ten times as
+long for a body of whitespace or of a million prompts. The memory for bodies is limited elsewhere
+(admission/controller.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic, thread_time
+
+LARGE_BODY = 256 * 1024  # bytes from which on a body waits for its turn
+QUICK_S = 0.005  # CPU time up to which a body has no consequences for its client
+PAUSE_FACTOR = 200.0  # the pause after a slower body, as a multiple of its CPU time
+MAX_PAUSE_S = 5.0
+MAX_CLIENTS = 4096
+
+WaitForTurn = Callable[[], Awaitable[None]]
+
+
+class LargeBodies:
+    """Gives each large body a loop iteration of its own.
+
+    A client whose body took long to parse waits before its next large body, so that all its bodies
+    together take half a percent of the event loop's time.
+
+    _paused_until  by client; absent for clients whose bodies were quick
+    _waiting       held by the client's body that waits for the end of a pause
+    """
+
+    __slots__ = ("_one_at_a_time", "_paused_until", "_waiting")
+
+    def __init__(self) -> None:
+        self._one_at_a_time = asyncio.Lock()
+        self._paused_until: dict[str, float] = {}
+        self._waiting: dict[str, asyncio.Lock] = {}
+
+    async def wait_for_turn(self, client: str) -> None:
+        """Wait for a turn. The caller must parse its body before it awaits anything else."""
+        if self._paused_until.get(client, 0.0) > monotonic() or client in self._waiting:
+            await self._wait_for_pause(client)
+        async with self._one_at_a_time:
+            await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(self._note_cost, client, thread_time())
+
+    async def _wait_for_pause(self, client: str) -> None:
+        """Wait until the pause of this client is over; its bodies wait one behind the other."""
+        lock = self._waiting.setdefault(client, asyncio.Lock())
+        async with lock:
+            remaining_s = self._paused_until.get(client, 0.0) - monotonic()
+            if remaining_s > 0:
+                await asyncio.sleep(remaining_s + 0.001)
+            asyncio.get_running_loop().call_soon(self._remove_lock, client, lock)
+            # The next body waits at least until the cost of this one is known.
+            self._paused_until[client] = monotonic() + PAUSE_FACTOR * QUICK_S
+
+    def _remove_lock(self, client: str, lock: asyncio.Lock) -> None:
+        if not lock.locked() and self._waiting.get(client) is lock:
+            del self._waiting[client]
+
+    def _note_cost(self, client: str, cpu_before_s: float) -> None:
+        """Pause the client if its body took long to parse."""
+        cpu_s = thread_time() - cpu_before_s
+        if cpu_s > QUICK_S:
+            if len(self._paused_until) >= MAX_CLIENTS:
+                self._paused_until.clear()
+            pause_s = min(MAX_PAUSE_S, PAUSE_FACTOR * cpu_s)
+            self._paused_until[client] = monotonic() + pause_s

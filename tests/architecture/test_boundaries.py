@@ -1,0 +1,114 @@
+"""What modules may not do: I/O in pure code, unsafe calls, or tasks that may not exist."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.sources import SHIPPED, Module, modules
+
+MODULES = modules(*SHIPPED)
+IMPURE = frozenset(
+    "aiohttp asyncio os redis secrets socket subprocess threading time uvloop".split()
+)
+# Policies take a Random as an argument; the type may be imported, the functions may not.
+TYPE_ONLY = {"random": {"Random"}}
+
+# Besides transports/, these modules of kvtransfer do I/O; the rest is plain functions and state.
+KVTRANSFER_IO = frozenset(
+    "asyncio ctypes fcntl mmap os select socket subprocess threading time".split()
+)
+MAY_DO_IO = {
+    "kvtransfer.agent": KVTRANSFER_IO,
+    "kvtransfer.transfer.handles": {"asyncio", "os"},
+    "kvtransfer.links.peer_link": {"threading"},
+    "kvtransfer.util.agent_lock": {"threading"},
+    "kvtransfer.util.clock": {"threading", "time"},
+    "kvtransfer.layout.memory_files": {"fcntl", "mmap", "os"},
+}
+UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
+UNSAFE_CALLS = {"compile", "eval", "exec"}
+
+# A request runs without a Task until it must wait (gateway/http/eager_task.py), so code on its path
+# must not ask asyncio for the current Task. `timeout` of eager_task creates one first.
+NEEDS_TASK = {"current_task", "timeout", "timeout_at", "wait_for"}
+MAY_NEED_TASK = {
+    "gateway.http.eager_task": {"timeout"},
+    "gateway.http.aiohttp_connection": {"current_task"},
+}
+# Not on a request's path.
+OTHER_PACKAGES = (
+    *("gateway.admin", "gateway.app", "gateway.cli", "gateway.config", "gateway.lifecycle"),
+    *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
+    *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),
+    *("gateway.http.listener_sockets", "gateway.http.models_api"),
+)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Imported modules with the names taken from them; no names: the module itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, set()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", {alias.name for alias in node.names}
+
+
+def named(prefix: str) -> list[str]:
+    return [name for name in MODULES if name.startswith(prefix)]
+
+
+@pytest.mark.parametrize("name", named("policies"))
+def test_policies_are_pure(name: str) -> None:
+    for module, names in imports(MODULES[name].tree):
+        top = module.split(".")[0]
+        assert top not in IMPURE
+        assert top not in TYPE_ONLY or (names and names <= TYPE_ONLY[top])
+
+
+@pytest.mark.parametrize("name", named("kvtransfer"))
+def test_kvtransfer_does_io_only_at_its_edge(name: str) -> None:
+    is_transport = name.startswith("kvtransfer.transports")
+    allowed = KVTRANSFER_IO if is_transport else MAY_DO_IO.get(name, set())
+    assert MODULES[name].outside & KVTRANSFER_IO - allowed == set()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_nothing_is_unpickled_or_evaluated(name: str) -> None:
+    tree = MODULES[name].tree
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    assert called & UNSAFE_CALLS == set()
+    assert MODULES[name].outside & UNSAFE_MODULES == set()
+
+
+def asyncio_names(tree: ast.AST) -> set[str]:
+    """Names of asyncio that are used below `tree`, however they are reached."""
+    names = {
+        name for module, taken in imports(tree) if module.startswith("asyncio") for name in taken
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "asyncio":
+                names.add(node.attr)
+    return names
+
+
+def is_on_request_path(module: Module) -> bool:
+    return not module.name.startswith(OTHER_PACKAGES)
+
+
+@pytest.mark.parametrize("name", named("gateway"))
+def test_nothing_on_a_requests_path_needs_a_task(name: str) -> None:
+    if is_on_request_path(MODULES[name]):
+        assert asyncio_names(MODULES[name].tree) & NEEDS_TASK <= MAY_NEED_TASK.get(name, set())
+
+
+@pytest.mark.parametrize(
+    "line", ["async with asyncio.timeout(1): ...", "from asyncio import wait_for as bounded"]
+)
+def test_every_way_to_such_a_name_is_found(line: str) -> None:
+    tree = ast.parse(f"import asyncio\nasync def waits():\n    {line}")
+    assert asyncio_names(tree) & NEEDS_TASK

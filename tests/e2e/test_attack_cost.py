@@ -1,0 +1,130 @@
+"""Bounds what attacks may cost: the wait of other requests, and memory.
+
+Waits are CPU time of the gateway's event loop (timed_gateway.py), so the results do not depend on
+how busy the machine is. bench/load/attack_cost.py measures the same attacks in wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import monotonic
+from typing import NamedTuple
+
+import pytest
+
+from bench.load.agent_links import agent, idle_sockets, link_times
+from tests.e2e.attacked import MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
+from tests.e2e.attackers import CORPUS, attacking
+from tests.e2e.raw_connection import RawConnection, post
+from tests.fair_time import TRIES
+
+MIB = 2**20
+REQUEST = post(
+    {"model": "demo", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/chat/completions",
+    "Authorization: Bearer sk-bench",
+)
+CALM_S, SETTLE_S, ATTACK_S = 0.05, 0.05, 0.25
+MIN_REQUESTS = 10
+MAX_WAIT_S, MAX_AGENT_S = 0.005, 5.0
+
+# CPU time of a request on an idle core of the machine for which the bounds were set.
+REQUEST_S = 0.00025
+
+
+class Measurement(NamedTuple):
+    """The effects of an attack: the 99th percentile of the wait, and the growth of memory."""
+
+    wait_s: float
+    resident_bytes: int
+    socket_bytes: int
+
+
+class Load(NamedTuple):
+    """The number of answered requests, and the highest socket memory while they were sent."""
+
+    requests: int
+    socket_bytes: int
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[int, int]]:
+    with canned_engine() as calm, canned_engine() as hostile:
+        yield calm, hostile
+
+
+@pytest.fixture(scope="module")
+def target(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[int, int]
+) -> Iterator[Attacked]:
+    calm, hostile = engines
+    folder = tmp_path_factory.mktemp("attacked")
+    with attacked_gateway(folder, [f"http://127.0.0.1:{calm}"], hostile) as attacked:
+        send_requests(attacked, CALM_S)
+        yield attacked
+        assert attacked.gateway.alive
+        assert "Traceback" not in attacked.gateway.said, attacked.gateway.said[-2000:]
+
+
+def send_requests(target: Attacked, seconds: float) -> Load:
+    """Send requests for this time, at least MIN_REQUESTS; each must be answered."""
+    socket_bytes, requests, end = 0, 0, monotonic() + seconds
+    with RawConnection(target.gateway.port) as wire:
+        while requests < MIN_REQUESTS or monotonic() < end:
+            wire.send(REQUEST)
+            assert wire.answer().status == 200
+            requests += 1
+            if requests % 8 == 1:
+                socket_bytes = max(socket_bytes, target.cost.socket_bytes())
+    return Load(requests, socket_bytes)
+
+
+def measure_calm(target: Attacked) -> tuple[float, float]:
+    """Return the 99th percentile of the wait without an attack, and how slow the core is (>= 1)."""
+    target.gaps()
+    before = target.cost.cpu_s
+    requests = send_requests(target, CALM_S).requests
+    slowness = max(1.0, (target.cost.cpu_s - before) / requests / REQUEST_S)
+    return wait_s(target.gaps(), 0.99), slowness
+
+
+def measure_attack(target: Attacked, name: str) -> Measurement:
+    """Run the attack while a client sends requests."""
+    resident = target.cost.resident_bytes
+    target.cost.reset_peak()
+    sockets = target.cost.socket_bytes()
+    with attacking(name, *target.ports) as counters:
+        send_requests(target, SETTLE_S)
+        target.gaps()
+        load = send_requests(target, ATTACK_S)
+        wait = wait_s(target.gaps(), 0.99)
+    assert counters["connections"]
+    growth = target.cost.peak_resident_bytes - resident
+    return Measurement(wait, growth, load.socket_bytes - sockets)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_an_attack_costs_little_time_and_memory_and_no_request(target: Attacked, name: str) -> None:
+    """The bound on memory holds at the first try.
+
+    The wait has several tries, because other processes share caches and hyperthreads.
+    """
+    waits: list[float] = []
+    bound_s = 0.0
+    while not waits or waits[-1] > bound_s:
+        assert len(waits) < TRIES, f"other requests wait too long: {waits} s, not {bound_s} s"
+        calm_s, slowness = measure_calm(target)
+        bound_s = max(2 * calm_s, calm_s + MAX_WAIT_S * slowness)
+        measurement = measure_attack(target, name)
+        waits.append(measurement.wait_s)
+        growth = measurement.resident_bytes + measurement.socket_bytes
+        assert growth <= MOST_GROWTH + CORPUS[name].budget
+
+
+async def test_members_can_link_with_an_agent_while_idle_sockets_occupy_its_port() -> None:
+    async with agent() as source:
+        resident, cpu_s = source.cost.resident_bytes, source.cost.cpu_s
+        with idle_sockets(source.port, 64):
+            assert len(await link_times(source, 20)) == 20
+        assert source.cost.resident_bytes - resident < MOST_GROWTH
+        assert source.cost.cpu_s - cpu_s < MAX_AGENT_S

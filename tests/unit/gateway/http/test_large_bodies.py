@@ -1,0 +1,62 @@
+"""Large bodies take turns, and a client whose bodies take long to parse waits between them."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from time import monotonic
+
+import pytest
+
+from gateway.http import large_bodies
+from gateway.http.large_bodies import PAUSE_FACTOR, QUICK_S, LargeBodies
+
+
+@pytest.fixture
+def cpu_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """CPU seconds that the thread has spent: one number, which tests increase."""
+    spent = [0.0]
+    monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
+    return spent
+
+
+async def test_simultaneous_bodies_are_parsed_in_loop_iterations_of_their_own(
+    cpu_s: list[float],
+) -> None:
+    bodies, order = LargeBodies(), list[str]()
+
+    async def parse(name: str) -> None:
+        await bodies.wait_for_turn(name)
+        order.append(name)
+
+    tasks = [asyncio.ensure_future(parse(name)) for name in "abc"]
+    counts = []
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        counts.append(len(order))
+    assert order == ["a", "b", "c"]
+    assert {later - earlier for earlier, later in pairwise(counts)} <= {0, 1}
+
+
+async def test_only_the_client_of_a_slow_body_has_to_wait(cpu_s: list[float]) -> None:
+    bodies = LargeBodies()
+    began = monotonic()
+    await bodies.wait_for_turn("slow")
+    cpu_s[0] += 2 * QUICK_S
+    await asyncio.sleep(0)
+    waiting = [asyncio.ensure_future(bodies.wait_for_turn("slow")) for _ in range(2)]
+    await bodies.wait_for_turn("other")
+    assert not any(task.done() for task in waiting)
+    await asyncio.gather(*waiting)
+    assert monotonic() - began >= PAUSE_FACTOR * 2 * QUICK_S
+    await asyncio.sleep(0)
+    assert not bodies._waiting
+
+
+async def test_the_client_of_quick_bodies_never_waits(cpu_s: list[float]) -> None:
+    bodies = LargeBodies()
+    for _ in range(100):
+        await bodies.wait_for_turn("quick")
+        cpu_s[0] += QUICK_S / 2
+        await asyncio.sleep(0)
+    assert not bodies._paused_until
