@@ -1,9 +1,9 @@
-"""Upper bounds that hold however busy the machine is: time as a loop sees it that nobody holds up.
+"""Time limits that hold on a busy machine, because waiting for a CPU does not count.
 
-Within one loop a turn counts for TURN_S at most, however long others had the processor meanwhile; a wait that is too
-long counts in full, being many turns. Between processes a moment does not count in which one of them was ready to run
-and others had the processor, which Linux counts; what a host gave to others nobody counts, so of a few tries one has to
-be in time. Not here: lower bounds, for which the wall clock serves.
+Within one event loop, an iteration counts TURN_S at most, however long other processes had the CPU.
+Between processes, time in which one of them was runnable without a CPU is subtracted; Linux reports
+it. Time that a hypervisor gives to other guests is not visible, so one of a few attempts has to be in
+time. Lower limits use the wall clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TICK_S, TURN_S = 0.002, 0.01
 TRIES = 3
 _WORK, _WORK_S = 500_000, 0.04
 PATIENCE_S = 20.0
-"""How long to wait for what must come and is promised for no time: a slow machine gets there, a broken test ends."""
+"""How long to wait for an event without a deadline of its own, so that a broken test ends."""
 T = TypeVar("T")
 
 
 class FairTime:
-    """`spent_s` so far, counted by `run`."""
+    """Seconds spent by the event loop. `run` counts them."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -40,7 +40,7 @@ class FairTime:
 
 
 class Stopwatch:
-    """Seconds since it was made, by the wall clock and as these processes and this one could use them."""
+    """Seconds since its creation, as wall time and without the time its processes lacked a CPU."""
 
     def __init__(self, *pids: int) -> None:
         self._of: tuple[int | str, ...] = (*pids, "self")
@@ -56,28 +56,29 @@ class Stopwatch:
         return max(0.0, self.wall_s - (self._starved() - self._starved_s))
 
     def _starved(self) -> float:
-        """How long any of their threads have been ready to run, and did not."""
-        found = 0
+        """Return the seconds in which threads of these processes were runnable without a CPU."""
+        waiting_ns = 0
         for pid in self._of:
             for thread in Path(f"/proc/{pid}/task").iterdir():
-                with suppress(OSError):  # it has just ended
-                    found += int((thread / "schedstat").read_text().split()[1])
-        return found / 1e9
+                with suppress(OSError):  # the thread has just ended
+                    waiting_ns += int((thread / "schedstat").read_text().split()[1])
+        return waiting_ns / 1e9
 
 
 @cache
 def pace() -> float:
-    """How many times longer work takes here and now than on a free core of the machine that the bounds were written on;
-    1 at least. Times in a configuration that are to run out within a test, but not before what is well has answered,
-    are so many times longer."""
+    """Return how many times longer work takes now than on the idle machine of the limits, at least 1.
+
+    Multiply configured timeouts by it that must expire within a test, but not before a working engine
+    has answered.
+    """
     began = monotonic()
     sum(number * number for number in range(_WORK))
     return min(8.0, max(1.0, (monotonic() - began) / _WORK_S))
 
 
 def once_within(seconds: float, took_s: Callable[[], float]) -> None:
-    """One of a few tries takes no longer, and there are no more than it needs: whoever has the processor besides, or a
-    host that gives it to others, holds up one of them and not all. AssertionError if all take longer."""
+    """Assert that one of TRIES attempts takes less than this. A busy machine delays some, but not all."""
     spans: list[float] = []
     while not spans or spans[-1] >= seconds:
         assert len(spans) < TRIES, f"never within {seconds:g} s: {spans}"
@@ -85,7 +86,7 @@ def once_within(seconds: float, took_s: Callable[[], float]) -> None:
 
 
 async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
-    """Its result. AssertionError if it takes longer."""
+    """Await the coroutine and return its result. Raises AssertionError if it takes longer than this."""
     waiting, time = asyncio.ensure_future(what), asyncio.ensure_future(FairTime().run(seconds))
     try:
         await asyncio.wait({waiting, time}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +99,7 @@ async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def at_most(seconds: float) -> AsyncIterator[None]:
-    """The block takes no longer. AssertionError at its end if it does."""
+    """Assert at the end of the block that it took less than this."""
     time = FairTime()
     counting = asyncio.ensure_future(time.run(seconds))
     try:

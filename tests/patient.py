@@ -1,6 +1,6 @@
-"""Sections of a configuration for a gateway whose engines are alive and share a busy machine, or its very loop.
+"""Configuration sections with long timeouts, for engines that share a busy machine or the event loop.
 
-An engine that no test has broken must not be taken for dead because nobody had the processor for a second.
+Without them, a gateway may eject a working engine that got no CPU for a second.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ PATIENT: dict[str, Any] = {
 
 
 def patient(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """These sections, patient wherever they do not say otherwise."""
-    return {**sections, **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()}}
+    """Return these sections, with long timeouts where they set none."""
+    return {
+        **sections,
+        **{name: usual | dict(sections.get(name, {})) for name, usual in PATIENT.items()},
+    }

@@ -1,7 +1,7 @@
-"""A port for somebody who is told which one to take, and who takes it later or gives it up for a while.
+"""A free port for a server that must know its port before it starts, or keep it over a restart.
 
-Systems give out their free ports from a range of its own. One from there may be another's by the time it is needed:
-tests start servers and clients by the hundred. Below that range nobody takes one without being told to.
+The port is below the range from which the system assigns ports, because another socket could be
+assigned a port of that range before the server binds it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LOWEST, HIGHEST = 15_000, 30_000
 
 
 def free_port() -> int:
-    """One of 127.0.0.1 that nobody has now."""
+    """Return a port of 127.0.0.1 that is free now."""
     while True:
         port = SystemRandom().randrange(LOWEST, HIGHEST)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""A Redis of one's own: a server on a free port with an empty folder, ended by its pid. Never the system's."""
+"""A Redis server process on a free port with an empty folder. It never uses the system's server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 
 
 class RedisServer:
-    """One server that can be stopped, hung and started anew on the same port. It keeps nothing over a stop."""
+    """A server that can be stopped, suspended and restarted on the same port. A stop loses its data."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder = program, folder
@@ -40,14 +40,25 @@ class RedisServer:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         command = [self._program, *options, "--dir", str(self._folder), "--daemonize", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         ends = monotonic() + PATIENCE_S
         while not self._answers():
-            assert self._process.poll() is None, "redis-server ended before it answered"
+            assert self._process.poll() is None, "redis-server exited before it answered"
             assert monotonic() < ends, "redis-server did not answer in time"
-            sleep(0.01)  # another process has nobody to wake us
+            sleep(0.01)  # another process cannot signal this one
 
     def stop(self) -> None:
         if self._process is not None:
@@ -57,11 +68,11 @@ class RedisServer:
             self._process = None
 
     def hang(self) -> None:
-        """It keeps its connections and answers nobody, until `go_on`."""
+        """Suspend the server until `resume`. It keeps its connections and does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""A method of a class replaced for one test, or an instance of it, where that can be done."""
+"""Replace a method or an instance of a class for one test, unless the class is compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from gateway.util.version import is_compiled
 
 
-def replace_method(patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]) -> None:
-    """Skips the test on compiled modules: methods of a C class cannot be replaced (docs/decisions/0005)."""
+def replace_method(
+    patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
+) -> None:
+    """Replace a method. Skips the test on compiled modules, whose methods are fixed (decision 0005)."""
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class here: its methods cannot be replaced")
     patch.setattr(owner, name, by)
@@ -21,7 +23,7 @@ Owner = TypeVar("Owner")
 
 
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
-    """Skips the test on compiled modules: what is declared to be of a C class takes no look-alike there."""
+    """Return the look-alike, typed as `owner`. Skips the test on compiled modules, which check types."""
     if is_compiled():
-        pytest.skip(f"{owner.__name__} is a C class here: nothing can stand in for it")
+        pytest.skip(f"{owner.__name__} is a C class here: no other object can replace it")
     return cast(Owner, look_alike)

@@ -32,10 +32,23 @@ def free_port() -> int:
 
 def certificate(folder: Path) -> None:
     """folder/cert.pem and folder/key.pem, and both in folder/both.pem as HAProxy wants them."""
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=llm.example.com"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=llm.example.com",
+    ]
     command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run(command, check=True, capture_output=True, timeout=WITHIN_S)
-    (folder / "both.pem").write_text((folder / "cert.pem").read_text() + (folder / "key.pem").read_text())
+    (folder / "both.pem").write_text(
+        (folder / "cert.pem").read_text() + (folder / "key.pem").read_text()
+    )
 
 
 def changed(name: str, places: dict[str, str]) -> str:
@@ -58,7 +71,9 @@ def nginx(folder: Path, port: int, api: int, admin: int) -> list[str]:
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     http = f"http {{ access_log off; {paths} include {folder}/penstock.conf; }}"
-    (folder / "nginx.conf").write_text(f"daemon off; worker_processes 1; pid {folder}/pid;\nevents {{}}\n{http}\n")
+    (folder / "nginx.conf").write_text(
+        f"daemon off; worker_processes 1; pid {folder}/pid;\nevents {{}}\n{http}\n"
+    )
     return [program("nginx"), "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
 
 
@@ -91,13 +106,16 @@ def proxy(kind: str, folder: Path, api: int, admin: int) -> Iterator[int]:
     certificate(folder)
     port = free_port()
     command = KINDS[kind](folder, port, api, admin)
-    with (folder / "said").open("w") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+    with (
+        (folder / "said").open("w") as said,
+        subprocess.Popen(command, stdout=said, stderr=said) as process,
+    ):
         try:
             ends = monotonic() + WITHIN_S
             while not open_to(port):
                 assert process.poll() is None, (folder / "said").read_text()
                 assert monotonic() < ends, f"{kind} did not listen in time"
-                sleep(0.02)  # another process has nobody to wake us
+                sleep(0.02)  # another process cannot signal this one
             yield port
         finally:
             process.terminate()

@@ -105,7 +105,7 @@ def until(house: House, wanted: int, within_s: float) -> bool:
     while in_flight(house) != wanted:
         if monotonic() > ends:
             return False
-        sleep(0.02)  # another process has nobody to wake us
+        sleep(0.02)  # another process cannot signal this one
     return True
 
 

@@ -218,7 +218,7 @@ def dry_run() -> bytes:
 
 @dataclass(frozen=True)
 class CostlyAttack:
-    """An attack. It may fill `budget` bytes of a configured limit, besides MOST_GROWTH."""
+    """An attack. It may fill `budget` bytes of a configured limit, in addition to MOST_GROWTH."""
 
     name: str
     script: Callable[[], Script]  # some are megabytes

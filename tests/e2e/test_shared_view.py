@@ -221,7 +221,7 @@ async def test_a_hanging_redis_fails_no_request(
     try:
         assert await converse([gateway.url for gateway in two], seed=7, turns=2) > 0.0
     finally:
-        redis.go_on()
+        redis.resume()
     wait_until(lambda: all(metric(gateway, "penstock_shared_up") == 1.0 for gateway in two))
 
 

@@ -37,7 +37,11 @@ def differences(one: Answer, other: Answer) -> list[str]:
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
     pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
-    return [f"token {at}: {a} and {b}" for at, (a, b) in pairs if a[0] != b[0] or not is_close(a[1], b[1])]
+    return [
+        f"token {at}: {a} and {b}"
+        for at, (a, b) in pairs
+        if a[0] != b[0] or not is_close(a[1], b[1])
+    ]
 
 
 def is_close(one: float, other: float) -> bool:
@@ -51,7 +55,9 @@ def prompt(words: int, seed: int) -> str:
     return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
 
 
-def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any) -> dict[str, Any]:
+def body(
+    text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any
+) -> dict[str, Any]:
     """A greedy chat request with logprobs that does not stop before max_tokens."""
     asked = {
         "model": MODEL,
@@ -69,10 +75,12 @@ def body(text: str, *, max_tokens: int = 16, stream: bool = False, **members: An
 Heard = Callable[[str], object]
 
 
-async def ask(url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None) -> Answer:
+async def ask(
+    url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
+) -> Answer:
     """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error.
 
-    `heard`: is told of every event of a stream as it comes, and by whom.
+    `heard`: called with every event of a stream as it comes, and the name of its sender.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

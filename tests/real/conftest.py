@@ -20,7 +20,9 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1], 0), Engine("D", ports[2], ports[3], 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with us, whoever ends us
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # the engines exit with this process, however it ends
     try:
         for engine in pair:
             engine.start()
@@ -49,7 +51,7 @@ async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]
 
 @pytest.fixture
 async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
-    """Whoever was killed comes back, for the tests after this one."""
+    """Restart engines that this test killed, for the tests after it."""
     yield
     for engine in engines:
         if not engine.running:

@@ -22,8 +22,11 @@ import aiohttp
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "build" / "real"
 MODEL = "tiny"
-BLOCKS, BLOCK_TOKENS = 256, 128  # a small cache, so that one block held shows in kv_cache_usage_perc
-DTYPE = "float32"  # a prompt that is computed anew must draw the tokens that were drawn one after the other
+BLOCKS, BLOCK_TOKENS = (
+    256,
+    128,
+)  # a small cache, so that one block held shows in kv_cache_usage_perc
+DTYPE = "float32"  # a recomputed prompt must produce the tokens that decoding produced one by one
 READY_WITHIN_S = 600.0
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -66,7 +69,13 @@ class Engine:
     def _command(self) -> list[str]:
         return [
             *("taskset", "--cpu-list", self._cores()),
-            *(str(REAL / "venv" / "bin" / "vllm"), "serve", str(REAL / "model"), "--served-model-name", MODEL),
+            *(
+                str(REAL / "venv" / "bin" / "vllm"),
+                "serve",
+                str(REAL / "model"),
+                "--served-model-name",
+                MODEL,
+            ),
             *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", DTYPE),
             *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
@@ -139,7 +148,11 @@ class Engine:
 
 
 HELD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-TROUBLES = ("nixl_num_kv_expired_reqs_total", "nixl_num_failed_transfers_total", "nixl_num_failed_notifications_total")
+TROUBLES = (
+    "nixl_num_kv_expired_reqs_total",
+    "nixl_num_failed_transfers_total",
+    "nixl_num_failed_notifications_total",
+)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
@@ -152,7 +165,9 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 async def transfers(engines: Sequence[Engine]) -> float:
     """KV pulls that ended well, by the engines' own count."""
-    return sum([(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines])
+    return sum(
+        [(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines]
+    )
 
 
 async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
@@ -162,7 +177,7 @@ async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports that no process listens on now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

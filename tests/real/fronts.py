@@ -16,8 +16,8 @@ SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hys
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
-    """Endpoints by name as (url, role); `serving`: the model's members besides. Engines without a GPU are slow and
-    start cold: none is called wedged soon."""
+    """Endpoints by name as (url, role); `serving` has further members of the model.
+    Engines without a GPU are slow, so the health timeouts are long."""
     lines = [
         f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()

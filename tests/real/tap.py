@@ -30,7 +30,7 @@ class Tap:
         return f"http://127.0.0.1:{self.port}"
 
     def watch(self, *, hold: bool = False) -> None:
-        """From now on, note requests and answers anew; `hold` keeps completion requests from the engine."""
+        """Reset the recorded events. `hold` keeps completion requests from the engine."""
         self.asked.clear()
         self.answered.clear()
         if hold:

@@ -19,7 +19,7 @@ KILLED_AT = 10 * STREAMS  # events that clients have read by then
 
 
 def _greedy(seed: int) -> dict[str, Any]:
-    """Without log probabilities, which nobody could go on with."""
+    """Without log probabilities, with which no request can be resumed."""
     asked = body(prompt(150, seed), max_tokens=TOKENS, stream=True)
     return {name: value for name, value in asked.items() if "logprobs" not in name}
 
@@ -41,7 +41,7 @@ async def _killed_under_them(
 async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    """Where several tokens came with the last piece of text nobody can go on exactly: then it ends with an error event,
+    """Where several tokens came with the last piece of text no engine can continue exactly: then it ends with an error event,
     and not one word of what was said until then was another."""
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
     undisturbed = [

@@ -36,7 +36,10 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
     for whole, halved in zip(aggregated, split, strict=True):
         assert (halved.status, halved.error) == (200, "")
         assert differences(halved, whole) == []
-        assert (halved.finish_reason, halved.prompt_tokens) == (whole.finish_reason, whole.prompt_tokens)
+        assert (halved.finish_reason, halved.prompt_tokens) == (
+            whole.finish_reason,
+            whole.prompt_tokens,
+        )
     assert await transfers(engines) - moved == REQUESTS
     assert await troubles(engines) == trouble
     for engine in engines:
@@ -45,15 +48,19 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
     assert len([line for line in lines if line["status"] == 200]) == REQUESTS
 
 
-async def test_answers_depend_on_the_kv_cache_enough_to_tell_when_it_is_wrong(engines: tuple[Engine, Engine]) -> None:
-    """Two prompts that differ in one early word and end alike: with equal KV they would be answered alike."""
+async def test_answers_depend_on_the_kv_cache_enough_to_tell_when_it_is_wrong(
+    engines: tuple[Engine, Engine],
+) -> None:
+    """Two prompts that differ only in one early word. With equal KV, their responses would be equal."""
     rest = prompt(300, seed=1)
     one, other = [await ask(engines[0].url, body(f"{word} {rest}")) for word in ("gate", "pipe")]
     assert one.status == other.status == 200
     assert [token for token, _ in one.tokens] != [token for token, _ in other.tokens]
 
 
-async def test_short_and_unsplittable_requests_are_served_whole(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+async def test_short_and_unsplittable_requests_are_served_whole(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
     p, d = engines
     moved = await transfers(engines)
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_frees_both_sides_within_a_round_trip(who: str) -> 
         (landing.cancel if who == "sink" else offer.revoke)()
         before = world.clock.now()
         if who == "sink" and moment < 0.005:
-            offer.revoke()  # not claimed yet: nobody else can say that it is not wanted
+            offer.revoke()  # not claimed yet: no other agent can release it
         assert world.until_ended([offer, landing], 5)
         assert world.clock.now() - before < 0.05
 

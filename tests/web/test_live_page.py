@@ -152,7 +152,7 @@ async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_chang
 
 @asynccontextmanager
 async def opened_with_refusals(browser: Browser, home: GatewayFleet) -> AsyncIterator[Page]:
-    """As opened(); a browser tells of every 401 on its console, which is right here."""
+    """As opened(), but allow the 401 messages that browsers log."""
     page = await browser.new_page()
     await page.goto(home.app.admin_url + "/")
     yield page

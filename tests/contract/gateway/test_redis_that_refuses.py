@@ -1,4 +1,4 @@
-"""A Redis that lets gateways in and refuses to be written to: no bus, told once, and asked ever more seldom."""
+"""A Redis server that refuses writes: the bus stays down, logs it once and retries ever more slowly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
+async def test_a_replica_is_not_used_until_it_accepts_writes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")

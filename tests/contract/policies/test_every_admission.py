@@ -87,7 +87,7 @@ def test_every_verdict_is_well_formed(name: str) -> None:
         check(number, verdict)
 
 
-def test_a_verdict_is_whole_whatever_parameters_are_taken(name: str) -> None:
+def test_verdicts_are_well_formed_with_extreme_parameters(name: str) -> None:
     for admission in builds(
         admission_registry.build_admission, name, admission_registry.params_type(name)
     ):

@@ -1,6 +1,6 @@
-"""Pages name only what exists: links, files, commands with their options, targets, metrics, keys of the configuration.
+"""Pages name only what exists: links, files, commands, options, make targets, metrics, configuration keys.
 
-README.md and everything in docs/. What a page says in words is not judged here.
+This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
 """
 
 from __future__ import annotations
@@ -65,26 +65,27 @@ each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
 
 
 def blocks(text: str, *languages: str) -> list[str]:
-    """The fenced blocks of these languages."""
+    """Return the fenced blocks of these languages."""
     matches = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
     return [body for language, body in matches if language in languages]
 
 
 def inline(text: str) -> list[str]:
-    """What stands between backticks in running text."""
+    """Return the code spans of running text."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name behind its #: headings in lower case, blanks as hyphens, punctuation gone."""
+    """Return the anchors of a page: headings in lower case, with hyphens and without punctuation."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache
-def kept() -> set[str]:
-    """Files and folders that a fresh checkout has: what was built beside them is not there for a newcomer. Without git
-    they cannot be told apart, and all count."""
+def tracked_files() -> set[str]:
+    """Return the files and folders of a fresh checkout, without build outputs.
+
+    Without git they cannot be distinguished, so all files count."""
     command_line = (
         "git",
         "-c",
@@ -115,10 +116,13 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 
 @each_page
-def test_every_file_it_names_is_there(name: str) -> None:
+def test_every_file_it_names_exists(name: str) -> None:
     named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(ROOMS)})/[\w./*-]*[\w*/]", PAGES[name]))
     named -= {"deploy/penstock"}  # kubectl's deploy/NAME
-    assert sorted(path for path in named if not fnmatch.filter(kept(), path.rstrip("/"))) == []
+    assert (
+        sorted(path for path in named if not fnmatch.filter(tracked_files(), path.rstrip("/")))
+        == []
+    )
 
 
 @cache
@@ -127,12 +131,12 @@ def file_names() -> frozenset[str]:
 
 
 @each_written_page
-def test_every_module_it_calls_by_its_name_alone_is_there(name: str) -> None:
+def test_every_module_it_names_without_a_folder_exists(name: str) -> None:
     named = {word for word in inline(PAGES[name]) if re.fullmatch(r"\w+\.(py|sh|md)", word)}
     assert sorted(named - file_names()) == []
 
 
-def test_the_architecture_names_every_module_of_the_gateway_or_the_folder_that_it_is_in() -> None:
+def test_the_architecture_page_names_every_gateway_module_or_its_folder() -> None:
     page = PAGES["docs/architecture.md"]
     below = [
         path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))
@@ -146,7 +150,7 @@ def test_the_architecture_names_every_module_of_the_gateway_or_the_folder_that_i
 
 @cache
 def sources() -> Mapping[str, str]:
-    """Python by what holds it: a module's own name, and the names of its classes."""
+    """Return Python source by module name and by class name."""
     result: dict[str, str] = {}
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = path.read_text()
@@ -156,14 +160,14 @@ def sources() -> Mapping[str, str]:
 
 
 def is_code(word: str) -> bool:
-    """Whether `serve._enter` or `Relay.feed` is something that its module or class has."""
+    """Return whether a name like `serve._enter` or `Relay.feed` exists in its module or class."""
     holder, _, name = word.partition(".")
     pattern = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
     return re.search(pattern, sources().get(holder, ""), re.M) is not None
 
 
 @each_written_page
-def test_everything_it_names_of_a_class_is_there(name: str) -> None:
+def test_every_attribute_it_names_exists(name: str) -> None:
     named = {
         match[0] for word in inline(PAGES[name]) if (match := re.match(r"[A-Z]\w+\.\w+", word))
     }
@@ -179,8 +183,8 @@ def command(name: str) -> Any:
     return group.get_command(group.context_class(group), name)
 
 
-def typed(text: str) -> Iterator[str]:
-    """Every `penstock ...` of a page: in running text, and at the beginning of a line in a block of a shell's."""
+def commands_of(text: str) -> Iterator[str]:
+    """Return every `penstock ...` command of a page, from running text and shell blocks."""
     for word in inline(text):
         if re.match(r"penstock [a-z]+( |$)", word):
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
@@ -192,11 +196,11 @@ def typed(text: str) -> Iterator[str]:
                 yield re.split(r"\s\d?[#>|&;]", match[1])[0].strip()
 
 
-COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in typed(text)})
+COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in commands_of(text)})
 
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS)
-def test_every_command_it_shows_takes_these_options(name: str, line: str) -> None:
+def test_every_command_it_shows_accepts_its_options(name: str, line: str) -> None:
     called, *arguments = shlex.split(line)[1:]
     assert command(called) is not None
     there = str(ROOT / "README.md")
@@ -204,7 +208,7 @@ def test_every_command_it_shows_takes_these_options(name: str, line: str) -> Non
         there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", argument) else argument
         for argument in arguments
     ]
-    if not values:  # the command is only spoken of
+    if not values:  # the text mentions the command without arguments
         return
     command(called).make_context(
         called, ["3" if argument == "N" else argument for argument in values]
@@ -219,13 +223,13 @@ def options() -> frozenset[str]:
 
 
 @each_written_page
-def test_every_option_it_names_is_one_of_some_command(name: str) -> None:
+def test_every_option_it_names_belongs_to_a_command(name: str) -> None:
     named = {match[0] for word in inline(PAGES[name]) if (match := re.match(r"--[a-z-]+", word))}
     assert sorted(named - options() - NOT_COMMANDS) == []
 
 
 @each_written_page
-def test_every_make_target_it_names_is_there(name: str) -> None:
+def test_every_make_target_it_names_exists(name: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     shown = "\n".join(blocks(PAGES[name], "", "sh"))
     named = {
@@ -240,7 +244,7 @@ def test_every_make_target_it_names_is_there(name: str) -> None:
 
 @cache
 def series() -> frozenset[str]:
-    """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
+    """Return all series names of a gateway and of a supervisor, with histogram and process metrics."""
     return frozenset(
         re.findall(
             r"penstock_\w+",
@@ -250,7 +254,7 @@ def series() -> frozenset[str]:
 
 
 @each_written_page
-def test_every_metric_it_names_is_told(name: str) -> None:
+def test_every_metric_it_names_exists(name: str) -> None:
     named = set(re.findall(r"`(penstock_[a-z_]+)", PAGES[name]))
     families = {name for name in named if name.endswith("_")}
     assert sorted(named - families - series()) == []
@@ -266,7 +270,7 @@ def test_every_metric_it_names_is_told(name: str) -> None:
 
 @cache
 def key_paths() -> frozenset[tuple[str, ...]]:
-    """Every key of the configuration as the way to it, names that an operator chooses left out."""
+    """Return the path of every configuration key, without the names that operators choose."""
     schema = json_schema()
 
     def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -289,7 +293,7 @@ def key_paths() -> frozenset[tuple[str, ...]]:
 
 
 @each_written_page
-def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
+def test_every_configuration_key_it_names_exists(name: str) -> None:
     ends = {way[index:] for way in key_paths() for index in range(len(way))}
     sections = {way[-2] for way in key_paths() if len(way) > 1}
     dotted = [
@@ -314,7 +318,7 @@ def test_every_key_of_the_configuration_it_names_is_there(name: str) -> None:
 
 
 def completed(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a configuration, with no more added than a whole one needs."""
+    """Return a complete configuration that contains this part and otherwise only required sections."""
     pools = part.setdefault("pools", {})
     for model in part.get("models", ()):
         pools.setdefault(model.setdefault("pool", "main"), {})
@@ -357,7 +361,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("name", "block"), PYTHON)
-def test_python_it_shows_is_python_and_imports_what_there_is(name: str, block: str) -> None:
+def test_its_python_code_parses_and_its_imports_exist(name: str, block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS:
             module = importlib.import_module(node.module)
@@ -381,7 +385,7 @@ def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the
 
 # Parameters
 
-TOLD = {
+DEFAULTS = {
     match[1]: match[2]
     for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
     if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
@@ -389,8 +393,8 @@ TOLD = {
 """The last cells of tables of rules: a parameter and its default, and so on."""
 
 
-@pytest.mark.parametrize("rule", sorted(TOLD))
-def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
+@pytest.mark.parametrize("rule", sorted(DEFAULTS))
+def test_a_table_has_the_defaults_of_a_policy(rule: str) -> None:
     kinds = [
         source.params_type(rule)
         for source in (registry, admission_registry)
@@ -399,7 +403,7 @@ def test_a_table_tells_the_defaults_of_a_rule(rule: str) -> None:
     defaults = {
         name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()
     }
-    documented = dict(re.findall(r"`(\w+)` ([\d.]+)", TOLD[rule]))
+    documented = dict(re.findall(r"`(\w+)` ([\d.]+)", DEFAULTS[rule]))
     assert documented.keys() <= defaults.keys()
     assert {name: float(value) for name, value in documented.items()} == {
         name: defaults[name] for name in documented

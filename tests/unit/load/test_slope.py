@@ -1,4 +1,4 @@
-"""How fast something grows is told from its lows, and one step or some peaks do not count as growth."""
+"""Growth is measured on the minima of a series, so that one step or some peaks do not count."""
 
 from __future__ import annotations
 

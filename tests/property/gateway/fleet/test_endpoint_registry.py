@@ -1,4 +1,4 @@
-"""The endpoint table through any sequence of configurations: slots are one's own, and nobody loses what is his."""
+"""The endpoint table as a state machine over configuration changes: slots are unique, bookings survive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(pools: dict[str, list[int]], cap: int) -> Config:
 
 
 class Table(RuleBasedStateMachine):
-    """Configurations of up to five endpoints in two pools, bookings in between, and releases of those who left."""
+    """Adopts configurations of up to five endpoints in two pools, books, and releases removed ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Table(RuleBasedStateMachine):
         moves = self.table.adopt(self.adoption)
         for member in self.adoption.members:
             key = member.endpoint.pool, member.endpoint.url
-            assert before.get(key, member.live) is member.live, "whoever was known is the same"
+            assert before.get(key, member.live) is member.live, "a known endpoint keeps its object"
         assert not {id(live) for live in moves.came} & {id(live) for live in moves.left}
 
     @rule(number=st.integers(0, 99))
@@ -95,19 +95,19 @@ class Table(RuleBasedStateMachine):
                 self.table.release(live)
 
     @invariant()
-    def everybody_has_a_slot_of_his_own(self) -> None:
+    def every_endpoint_has_its_own_slot(self) -> None:
         slots = [live.load.slot for live in self.table.all()]
         assert len(slots) == len(set(slots))
-        assert max(slots) < 10, "two pools of five: slots are given again"
+        assert max(slots) < 10, "two pools of five: slots are reused"
 
     @invariant()
-    def bookings_are_counted_where_they_were_made(self) -> None:
+    def in_flight_counts_the_bookings_of_each_endpoint(self) -> None:
         for live in self.table.all():
             assert live.load.in_flight == sum(owner is live for owner, _ in self.open)
 
     @invariant()
-    def those_of_the_configuration_stay_and_all_others_leave(self) -> None:
-        wanted = {
+    def exactly_the_configured_endpoints_stay(self) -> None:
+        configured = {
             (pool, endpoint.url)
             for pool, spec in self.current.pools.items()
             for endpoint in spec.endpoints
@@ -115,7 +115,7 @@ class Table(RuleBasedStateMachine):
         staying = {
             (live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving
         }
-        assert staying == wanted
+        assert staying == configured
         for pool, members in self.adoption.pools.items():
             cap = self.current.pools[pool].endpoints[0].max_concurrency
             assert all(member.endpoint.max_concurrency == cap for member in members)

@@ -1,4 +1,4 @@
-"""The endpoint table's bookings as a state machine: whatever the order of events, everything taken is given back."""
+"""The endpoint table's bookings as a state machine: every booked load is released in any event order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = [
 
 
 class Bookings(RuleBasedStateMachine):
-    """Three endpoints, bookings in any stage, probes and scrapes in between."""
+    """Books on three endpoints and moves bookings through their stages, between probes and scrapes."""
 
     bookings = Bundle("bookings")
 

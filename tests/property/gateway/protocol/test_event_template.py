@@ -1,4 +1,4 @@
-"""Events that are passed because they look like one before: nobody can tell them from events that were looked at."""
+"""Events forwarded by an event template have the same effects as parsed events."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def chunk(payload: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-def told(relay: Relay, pieces: list[bytes]) -> list[object]:
-    """All that can be seen of a relay while it is fed, and what it makes of the answer."""
+def effects_of(relay: Relay, pieces: list[bytes]) -> list[object]:
+    """Feed a relay piece by piece. Returns its outputs and counters after each piece and at the end."""
     observed: list[object] = []
     try:
         for now, piece in enumerate(pieces):
@@ -98,10 +98,10 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.lists(EVENTS, max_size=12), st.lists(st.integers(0, 3000), max_size=6), st.booleans())
-def test_what_a_relay_tells_is_the_same_whether_it_goes_by_likeness_or_not(
+def test_a_relay_has_the_same_effects_with_and_without_event_templates(
     kind: str, events: list[bytes], cuts: list[int], ended: bool
 ) -> None:
-    """Events in chunks of their own, read one by one, but for a few cuts anywhere. Who counts gaps looks at each."""
+    """Each event is one chunk and one read, with a few cuts anywhere. A relay with `gaps` parses all."""
     pieces = [
         HEAD + chunk(USUAL),
         *(chunk(event) for event in events),
@@ -116,12 +116,12 @@ def test_what_a_relay_tells_is_the_same_whether_it_goes_by_likeness_or_not(
         }
     )
     read = [wire[a:b] for a, b in itertools.pairwise(edges)]
-    looking = Relay(b"", gaps=Histogram((1.0,)), **KINDS[kind]())
-    assert told(Relay(b"", **KINDS[kind]()), read) == told(looking, read)
+    parsing = Relay(b"", gaps=Histogram((1.0,)), **KINDS[kind]())
+    assert effects_of(Relay(b"", **KINDS[kind]()), read) == effects_of(parsing, read)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_passes_as_it_came_passes_unread(
+def test_only_events_forwarded_unchanged_are_forwarded_unparsed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed: list[bool] = []
@@ -132,19 +132,19 @@ def test_only_what_passes_as_it_came_passes_unread(
         return passed[-1]
 
     replace_method(monkeypatch, Likeness, "fits", watched)
-    told(Relay(b"", **KINDS[kind]()), [HEAD + chunk(USUAL), *[chunk(USUAL)] * 20])
+    effects_of(Relay(b"", **KINDS[kind]()), [HEAD + chunk(USUAL), *[chunk(USUAL)] * 20])
     assert sum(passed) == (20 if kind == "as it came" else 0)
 
 
 def fits(first: bytes, second: bytes) -> bool:
-    """Whether the second chunk is passed for being like the first."""
+    """Return whether the second chunk matches a template made from the first."""
     body = ChunkedBody()
     like = likeness(body, first, body.feed(first))
     return like is not None and like.fits(second)
 
 
 @pytest.mark.parametrize("start", [STARTS[0], STARTS[3]])
-def test_events_that_differ_in_their_text_alone_are_alike(start: bytes) -> None:
+def test_events_that_differ_only_in_their_text_match(start: bytes) -> None:
     assert fits(chunk(start + b"a" + ENDS[0]), chunk(start + b" longer, and \\n more" + ENDS[0]))
     assert fits(chunk(start + b"longer" + ENDS[0]), chunk(start + ENDS[0]))
 
@@ -162,7 +162,7 @@ def test_events_that_differ_in_their_text_alone_are_alike(start: bytes) -> None:
         b"",
     ],
 )
-def test_whatever_else_comes_is_looked_at(other: bytes) -> None:
+def test_other_chunks_do_not_match(other: bytes) -> None:
     assert not fits(chunk(USUAL), other)
 
 
@@ -177,12 +177,12 @@ def test_whatever_else_comes_is_looked_at(other: bytes) -> None:
         b": a comment\n" + USUAL,
     ],
 )
-def test_an_event_without_a_text_that_ends_plainly_is_no_likeness(event: bytes) -> None:
+def test_an_event_without_plain_text_makes_no_template(event: bytes) -> None:
     assert not fits(chunk(event), chunk(event))
 
 
-def test_nothing_passes_inside_a_chunk() -> None:
-    """Bytes that look like a chunk may be the text of one."""
+def test_nothing_matches_inside_a_chunk() -> None:
+    """Bytes that look like a chunk may be the payload of a larger chunk."""
     body = ChunkedBody()
     like = likeness(body, chunk(USUAL), body.feed(chunk(USUAL)))
     assert like is not None

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.telemetry.accounting import AccessLine
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
-from tests.unit.gateway.disagg.halves import front, holds
+from tests.unit.gateway.disagg.scripted_engines import never_answers, split_gateway
 
 CANARY = "canary-5f2e9c"
 
@@ -81,7 +81,7 @@ async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drai
 
 @pytest.mark.parametrize(("role", "out"), [("prefill", slice(0, 2)), ("decode", slice(2, 4))])
 async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(role: str, out: slice) -> None:
-    async with front("sglang", [holds] * 2, [holds] * 2, engine="sglang", bootstrap="10.0.0.7:8998") as running:
+    async with split_gateway("sglang", [never_answers] * 2, [never_answers] * 2, engine="sglang", bootstrap="10.0.0.7:8998") as running:
         endpoints = running.app.gateway.endpoints
         one, other = endpoints.all()[out]
         url = running.app.admin_url + "/readyz"

@@ -12,7 +12,7 @@ from gateway.peers.usage_sync import MOST_ROWS
 from gateway.protocol.errors import GatewayError
 from policies.admission.admission import Outcome
 from policies.model import Pick, Request
-from tests.unit.gateway.peers.fleet import Gateway, run, turn, warm
+from tests.unit.gateway.peers.peer_gateways import Gateway, run, turn, warm
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
 TENANTS = [

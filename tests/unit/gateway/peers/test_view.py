@@ -12,7 +12,7 @@ from gateway.peers.bus import FRAME_CAP_BYTES
 from policies.admission.admission import capacity
 from policies.health.health import Event
 from policies.ledger import own
-from tests.unit.gateway.peers.fleet import SECRET, Gateway, run, turn, warm
+from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm
 
 PROMPT = Random(1).randbytes(64 * 200)
 

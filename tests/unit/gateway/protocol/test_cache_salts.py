@@ -19,17 +19,17 @@ from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, cache_salt
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Api, Call, Caller, parse
 from gateway.protocol.service_class import NOTHING
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,
-    Asked,
-    Front,
+    EngineRequest,
     Reply,
     Script,
+    SplitGateway,
     decodes,
-    front,
     prefills,
     refuses,
+    split_gateway,
 )
 from tests.unit.gateway.protocol.test_openai import CHAT, Model
 
@@ -174,19 +174,19 @@ def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
 
 def house(
     prefill: Sequence[Script], decode: Sequence[Script], **options: Any
-) -> AbstractAsyncContextManager[Front]:
+) -> AbstractAsyncContextManager[SplitGateway]:
     dialect = options.pop("dialect", "vllm_nixl")
-    return front(
+    return split_gateway(
         dialect, list(prefill), list(decode), **{"tenants": [A, B], "cache": SECRET, **options}
     )
 
 
-def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[Front]:
+def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
     models = [{"name": MODEL, "pool": "main"}]
     return house([], engines, **{"models": models, "decode_role": "both", **options})
 
 
-async def ask(f: Front, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
+async def ask(f: SplitGateway, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
     body = {
         "model": MODEL,
         "max_tokens": 8,
@@ -215,7 +215,7 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
             ("sk-a", {"cache_salt": "x"}),
         ):
             assert (await ask(f, key, **more)).status == 200
-        bodies = [item.json for item in f.decode[0].asked]
+        bodies = [item.json for item in f.decode[0].requests]
         matches = [
             body.pop(name)
             for body in bodies
@@ -229,20 +229,20 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
         assert matches == (
             [usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else []
         )
-        assert not member or all(member.encode() in item.body for item in f.decode[0].asked)
+        assert not member or all(member.encode() in item.body for item in f.decode[0].requests)
 
 
 async def test_a_retry_sends_the_same_salt() -> None:
     async with whole(refuses(503), refuses(503), decodes) as f:
         assert (await ask(f)).status == 200
-        assert len({item.json["cache_salt"] for half in f.decode for item in half.asked}) == 1
-        assert sum(len(half.asked) for half in f.decode) >= 1
+        assert len({item.json["cache_salt"] for half in f.decode for item in half.requests}) == 1
+        assert sum(len(half.requests) for half in f.decode) >= 1
 
 
 async def test_a_resumed_response_keeps_its_salt() -> None:
-    shown, came = asyncio.Event(), list[Asked]()
+    shown, came = asyncio.Event(), list[EngineRequest]()
 
-    async def breaks_first(request: Asked) -> None:
+    async def breaks_first(request: EngineRequest) -> None:
         """On the first request, send one token with its ids, then break; later ones succeed."""
         came.append(request)
         if len(came) > 1:
@@ -282,10 +282,10 @@ async def test_a_resumed_response_keeps_its_salt() -> None:
 
 async def test_both_legs_of_a_split_request_have_the_same_salt() -> None:
     async with house([prefills()], [decodes]) as f:
-        f.have_met()
+        f.assume_fast_pairs()
         assert (await ask(f, cache_salt="mine")).status == 200
         assert (await ask(f, "sk-b", cache_salt="mine")).status == 200
-        legs = [[item.json for item in half.asked] for half in (*f.prefill, *f.decode)]
+        legs = [[item.json for item in half.requests] for half in (*f.prefill, *f.decode)]
         for prefill, decode in zip(*legs, strict=True):
             assert prefill["cache_salt"] == decode["cache_salt"]
             assert decode["kv_transfer_params"] == OBJECT
@@ -298,7 +298,7 @@ async def test_both_sglang_engines_of_a_pair_get_the_same_extra_key() -> None:
         [decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998"
     ) as f:
         assert (await ask(f)).status == 200
-        (one,), (other,) = f.prefill[0].asked, f.decode[0].asked
+        (one,), (other,) = f.prefill[0].requests, f.decode[0].requests
         assert one.json["extra_key"] == other.json["extra_key"]
         assert "cache_salt" not in one.json
 
@@ -311,7 +311,7 @@ async def test_all_keys_of_a_tenant_have_the_same_salt() -> None:
             200,
             401,
         ]
-        assert len({item.json["cache_salt"] for item in f.decode[0].asked}) == 1
+        assert len({item.json["cache_salt"] for item in f.decode[0].requests}) == 1
 
 
 # Engines reserved for tenants
@@ -321,7 +321,7 @@ async def test_a_reserved_engine_serves_only_its_tenants() -> None:
     async with whole(decodes, decodes, reserved=[["a"], ["b"]], policy="round_robin") as f:
         for key in ("sk-a", "sk-b", "sk-a", "sk-a"):
             assert (await ask(f, key)).status == 200
-        assert [len(half.asked) for half in f.decode] == [3, 1]
+        assert [len(half.requests) for half in f.decode] == [3, 1]
 
 
 async def test_a_tenant_without_an_engine_gets_an_error() -> None:

@@ -21,7 +21,7 @@ from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import LANES, PATIENCE_S
-from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
 
 
 def by_hand() -> set[str]:
-    """Queries that somebody wrote.
+    """Queries written by hand.
 
     The others are made from the catalogue, label for label, and what they ask for need not have
     happened yet.

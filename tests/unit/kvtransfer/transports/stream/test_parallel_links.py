@@ -18,7 +18,7 @@ from kvtransfer.contract import Slice, Verdict, WindowHead
 from kvtransfer.layout.block_mapping import Runs
 from kvtransfer.protocol.frame import Kind, Proof, frame, trailer, window_frame
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
-from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
 A_MOMENT_S = 0.1  # wait for events that must not happen
 

@@ -1,6 +1,4 @@
-"""Unauthorised peers, lying peers and noise on every transport are refused, counted and cleaned
-up.
-"""
+"""Unauthorised peers, lying peers and noise are refused, counted and cleaned up on every transport."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Scripted prefill and decode engines in the test's own loop: each records its requests and follows a script.
+"""Scripted prefill and decode engines in the test's event loop, and a gateway in front of them.
 
-Every connection of the gateway is served; what is said on it is up to `script`, a coroutine that gets the request and
-may answer, hold, refuse or hang up. A health probe or a list of models is answered by itself.
+Each engine records its requests and runs a script for each: a coroutine that may answer, hold, refuse
+or close. Health probes and model lists are answered without the script.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ OBJECT = {
 PUSHED = OBJECT | {"transfer_mode": "push", "pp_size": 1}
 
 
-class Asked:
-    """One request of the gateway's. `closed` once its connection has ended."""
+class EngineRequest:
+    """One request from the gateway. `closed` is set when its connection ends."""
 
     def __init__(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         self.head = head
         self.body = body
         self.writer = writer
-        self.came_at = monotonic()
+        self.received_at = monotonic()
         self.closed_at: float | None = None
         self.closed = asyncio.Event()
 
@@ -62,7 +62,7 @@ class Asked:
     def json(self) -> Any:
         return json.loads(self.body)
 
-    def say(self, body: object, status: int = 200, kind: bytes = b"application/json") -> None:
+    def respond(self, body: object, status: int = 200, kind: bytes = b"application/json") -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (
             status,
@@ -89,19 +89,20 @@ class Asked:
         self.writer.write(b"0\r\n\r\n")
 
 
-Script = Callable[[Asked], Awaitable[None]]
+Script = Callable[[EngineRequest], Awaitable[None]]
 
 
-class Half:
-    """One scripted engine: `url`, what it was `asked`, and what it does about it.
+class ScriptedEngine:
+    """One scripted engine with its `url` and the `requests` it received.
 
-    is_dead    every connection is accepted and closed; is_silent: no probe is answered
+    is_dead      whether it accepts connections and closes them at once
+    is_silent    whether it leaves probes unanswered
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.asked: list[Asked] = []
-        self.came = asyncio.Event()
+        self.requests: list[EngineRequest] = []
+        self.request_arrived = asyncio.Event()
         self.url = ""
         self.is_dead = self.is_silent = False
         self._server: asyncio.Server | None = None
@@ -112,17 +113,17 @@ class Half:
         return self.url.removeprefix("http://")
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve_connection, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Stop listening and cut all connections."""
+        """Stop listening and abort all connections."""
         assert self._server is not None
         self._server.close()
         self._abort()
 
     def die(self) -> None:
-        """From now on every connection is accepted and closed, as by a proxy whose engine is dead."""
+        """Accept and close every connection from now on, like a proxy whose engine is dead."""
         self.is_dead = True
         self._abort()
 
@@ -130,53 +131,55 @@ class Half:
         for writer in tuple(self._writers):
             writer.transport.abort()
 
-    async def was_asked(self, times: int = 1) -> Asked:
+    async def wait_for_request(self, times: int = 1) -> EngineRequest:
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.asked) < times:
-                self.came.clear()
-                await self.came.wait()
-        return self.asked[times - 1]
+            while len(self.requests) < times:
+                self.request_arrived.clear()
+                await self.request_arrived.wait()
+        return self.requests[times - 1]
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if self.is_dead:
             writer.transport.abort()
             return
         self._writers.add(writer)
-        here: list[Asked] = []
-        telling: set[asyncio.Task[None]] = set()
+        own_requests: list[EngineRequest] = []
+        scripts_running: set[asyncio.Task[None]] = set()
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET") and self.is_silent:
                     continue
                 if head.startswith(b"GET"):
-                    self._ordinary(head, writer)
+                    self._answer_get(head, writer)
                     continue
                 length = next(
                     line
                     for line in head.lower().split(b"\r\n")
                     if line.startswith(b"content-length:")
                 )
-                request = Asked(head, await reader.readexactly(int(length[15:])), writer)
-                here.append(request)
-                self.asked.append(request)
-                self.came.set()
-                telling.add(asyncio.ensure_future(self._tell(request)))
+                request = EngineRequest(head, await reader.readexactly(int(length[15:])), writer)
+                own_requests.append(request)
+                self.requests.append(request)
+                self.request_arrived.set()
+                scripts_running.add(asyncio.ensure_future(self._run_script(request)))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self._writers.discard(writer)
-            for request in here:
+            for request in own_requests:
                 request.closed_at = request.closed_at or monotonic()
                 request.closed.set()
-            for task in telling:
+            for task in scripts_running:
                 task.cancel()
             writer.close()
 
-    async def _tell(self, request: Asked) -> None:
+    async def _run_script(self, request: EngineRequest) -> None:
         await self.script(request)
 
-    def _ordinary(self, head: bytes, writer: asyncio.StreamWriter) -> None:
+    def _answer_get(self, head: bytes, writer: asyncio.StreamWriter) -> None:
         body = (
             json.dumps({"object": "list", "data": [{"id": MODEL}]}).encode()
             if b"/v1/models" in head
@@ -185,13 +188,13 @@ class Half:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
-# What an engine may do
+# Scripts
 
 
 def prefills(handoff: object = OBJECT, **members: Any) -> Script:
-    """Answers with one token and the object."""
+    """Answer with one token and the KV handoff."""
 
-    async def script(request: Asked) -> None:
+    async def script(request: EngineRequest) -> None:
         usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
         choice = {
             "index": 0,
@@ -199,15 +202,15 @@ def prefills(handoff: object = OBJECT, **members: Any) -> Script:
             "finish_reason": "length",
         }
         params = {"kv_transfer_params": handoff} if handoff is not None else {}
-        request.say(
+        request.respond(
             {"id": "p", "model": MODEL, "choices": [choice], "usage": usage, **params, **members}
         )
 
     return script
 
 
-async def decodes(request: Asked) -> None:
-    """Answers with TEXT, as asked: events or one object."""
+async def decodes(request: EngineRequest) -> None:
+    """Answer with TEXT, as a stream or as one object."""
     usage = {
         "prompt_tokens": 9,
         "completion_tokens": 3,
@@ -223,7 +226,7 @@ async def decodes(request: Asked) -> None:
         request.end_stream()
     else:
         message = {"role": "assistant", "content": "".join(TEXT)}
-        request.say(
+        request.respond(
             {
                 "model": MODEL,
                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
@@ -232,89 +235,95 @@ async def decodes(request: Asked) -> None:
         )
 
 
-async def holds(request: Asked) -> None:
-    """Answers nothing until the gateway goes."""
+async def never_answers(request: EngineRequest) -> None:
+    """Send nothing until the gateway closes the connection."""
     await request.closed.wait()
 
 
-async def begins(request: Asked) -> None:
-    """One token, and then nothing more."""
+async def streams_one_token(request: EngineRequest) -> None:
+    """Stream one token, then stall."""
     request.open_stream()
     request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
     await request.closed.wait()
 
 
-async def sings(request: Asked) -> None:
-    """Events of an unknown kind, and then nothing more."""
+async def streams_unknown_events(request: EngineRequest) -> None:
+    """Stream events of an unknown kind, then stall."""
     request.open_stream()
     for note in range(6):
         request.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
     await request.closed.wait()
 
 
-async def breaks_after_a_token(request: Asked) -> None:
+async def breaks_after_a_token(request: EngineRequest) -> None:
     request.open_stream()
     request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
     await request.writer.drain()
     request.writer.transport.abort()
 
 
-async def resets(request: Asked) -> None:
+async def resets(request: EngineRequest) -> None:
     request.writer.transport.abort()
 
 
 def refuses(status: int) -> Script:
-    async def script(request: Asked) -> None:
-        request.say(
+    async def script(request: EngineRequest) -> None:
+        request.respond(
             {"error": {"message": "as asked", "type": "X", "param": None, "code": status}}, status
         )
 
     return script
 
 
-def after(gate: asyncio.Event, script: Script) -> Script:
-    """Does so when the gate opens."""
+def when_open(gate: asyncio.Event, script: Script) -> Script:
+    """Run the script when the gate opens."""
 
-    async def waiting(request: Asked) -> None:
+    async def waiting(request: EngineRequest) -> None:
         await gate.wait()
         await script(request)
 
     return waiting
 
 
-def each(*scripts: Script) -> Script:
-    """One after the other, the last for all that follow."""
+def in_turn(*scripts: Script) -> Script:
+    """Run one script per request in this order, and the last one for all further requests."""
     left = list(scripts)
 
-    async def script(request: Asked) -> None:
+    async def script(request: EngineRequest) -> None:
         await (left.pop(0) if len(left) > 1 else left[0])(request)
 
     return script
 
 
-# The gateway in front of them
+# The gateway in front of the engines
 
 
-class Front:
-    """A gateway with its halves, and a client."""
+class SplitGateway:
+    """A gateway, its scripted engines and an HTTP client."""
 
     def __init__(
-        self, app: App, prefill: list[Half], decode: list[Half], http: aiohttp.ClientSession
+        self,
+        app: App,
+        prefill: list[ScriptedEngine],
+        decode: list[ScriptedEngine],
+        http: aiohttp.ClientSession,
     ) -> None:
         self.app = app
         self.prefill = prefill
         self.decode = decode
         self.http = http
-        self._asked = 0
+        self._request_count = 0
 
     async def ask(
         self, words: int = 400, *, path: str = "/v1/chat/completions", **members: Any
     ) -> Reply:
-        """One request: a new prompt of `words` words, unless the members contain one."""
-        self._asked += 1
+        """Send one request, with a new prompt of `words` words unless the members contain one."""
+        self._request_count += 1
         body = {"model": MODEL, "max_tokens": 8, **members}
         if "messages" not in body and "prompt" not in body:
-            body["messages"] = [{"role": "user", "content": f"{self._asked} " + "word " * words}]
+            body["messages"] = [
+                {"role": "user", "content": f"{self._request_count} " + "word " * words}
+            ]
         async with self.http.post(f"{self.app.url}{path}", json=body) as answer:
             try:
                 return Reply(answer.status, answer.headers, await answer.read())
@@ -323,7 +332,7 @@ class Front:
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[aiohttp.StreamReader]:
-        """A long prompt's stream, read as it comes."""
+        """Send a streamed request with a long prompt. Yields its response as a reader."""
         body = {
             "model": MODEL,
             "stream": True,
@@ -333,14 +342,14 @@ class Front:
             yield answer.content
 
     async def ask_and_leave(self, when: Callable[[], Awaitable[object]], **members: Any) -> None:
-        """A client that closes its connection as soon as `when` has happened."""
+        """Send a request and close its connection as soon as `when()` returns."""
         leaving = asyncio.ensure_future(self.ask(**members))
         await when()
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
 
     def loads(self) -> list[int]:
-        """Everything booked anywhere, and whatever is watched. All zero at rest."""
+        """Return all booked load and the number of watched handoffs. All zero at rest."""
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
         amounts = [
             gate.active,
@@ -359,8 +368,8 @@ class Front:
             ]
         return amounts
 
-    def have_met(self) -> None:
-        """All pairs have been seen at work, and are quick."""
+    def assume_fast_pairs(self) -> None:
+        """Record one fast handoff for every pair."""
         names = itertools.product(
             (half.name for half in self.prefill), (half.name for half in self.decode)
         )
@@ -376,13 +385,13 @@ class Front:
     def metric(self, name: str, **labels: str) -> float:
         return total(self.app.metrics.render().decode(), name, **labels)
 
-    def blamed(self, half: Half) -> float:
-        """How often a failure was taken for this engine's."""
-        return self.metric("penstock_upstream_errors_total", endpoint=half.name)
+    def error_count(self, engine: ScriptedEngine) -> float:
+        """Return how many failures the gateway attributed to this engine."""
+        return self.metric("penstock_upstream_errors_total", endpoint=engine.name)
 
 
 class Reply:
-    """What a client read; `body` is None when the connection broke."""
+    """What a client received. `body` is None if the connection broke."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes | None) -> None:
         self.status = status
@@ -414,7 +423,7 @@ class Reply:
 
 
 @asynccontextmanager
-async def front(
+async def split_gateway(
     dialect: str,
     prefill: list[Script],
     decode: list[Script],
@@ -428,11 +437,15 @@ async def front(
     reserved: Sequence[Sequence[str]] = (),
     policy: str = "prefix_aware",
     **sections: Any,
-) -> AsyncIterator[Front]:
-    """A gateway that splits prompts of 100 tokens and more between so many scripted halves; `contexts` are the longest
-    that the decoders take, `reserved` the tenants that they serve."""
+) -> AsyncIterator[SplitGateway]:
+    """Run a gateway that splits prompts of 100 tokens or more between one engine per script.
+
+    bootstrap    address of the prefill engines' bootstrap server
+    contexts     context tokens of the decode engines
+    reserved     tenants that the decode engines serve
+    """
     async with AsyncExitStack() as stack:
-        halves = [Half(script) for script in (*prefill, *decode)]
+        halves = [ScriptedEngine(script) for script in (*prefill, *decode)]
         for half in halves:
             await half.start()
             stack.callback(half.stop)
@@ -470,4 +483,4 @@ async def front(
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         )
-        yield Front(app, halves[: len(prefill)], halves[len(prefill) :], http)
+        yield SplitGateway(app, halves[: len(prefill)], halves[len(prefill) :], http)

@@ -1,4 +1,4 @@
-"""Prefill, then decode: KV that the request's own decoder will not fetch, and who frees it."""
+"""Release of prefill KV that the request's own decoder does not fetch, in sequential dialects."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from gateway.http.upstream import Connection, Upstream
 from tests.replaced import replace_method
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,
     Script,
-    after,
     decodes,
-    front,
     prefills,
     refuses,
     resets,
+    split_gateway,
+    when_open,
 )
 
 NIXL = "vllm_nixl"
@@ -25,43 +25,43 @@ WHOLE = "".join(TEXT)
 
 
 @pytest.mark.parametrize("first", [resets, refuses(503)])
-async def test_kv_that_a_dead_decoder_was_given_is_freed_by_another_where_no_later_request_finds_it(
+async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_its_own(
     first: Script,
 ) -> None:
-    """It may be gone by then, and its blocks another request's: what is fetched has a salt of its own."""
-    async with front(NIXL, [prefills()], [first, decodes]) as f:
-        f.have_met()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+    """The blocks may belong to another request by then. The salt keeps later requests from using them."""
+    async with split_gateway(NIXL, [prefills()], [first, decodes]) as f:
+        f.assume_fast_pairs()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
         assert (await f.ask(stream=True, cache_salt="mine")).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        (request,) = f.decode[0].asked
-        freed = await f.decode[1].was_asked(2)
+        (request,) = f.decode[0].requests
+        freed = await f.decode[1].wait_for_request(2)
         assert freed.json["kv_transfer_params"] == request.json["kv_transfer_params"] == OBJECT
         assert (freed.json["max_tokens"], freed.json["stream"]) == (1, False)
         assert freed.json["cache_salt"].startswith("unread ")
-        assert freed.came_at - request.came_at > 0.15, (
+        assert freed.received_at - request.received_at > 0.15, (
             "had only its connection broken, it would be fetching still"
         )
         assert f.metric("penstock_split_leases_given_up_total", reason="decoder_gone") == 1
         await f.at_rest()
 
 
-async def test_kv_of_a_prefiller_that_has_no_other_decoder_waits_for_its_lease(
+async def test_kv_without_another_decoder_is_freed_by_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gateway.disagg.handoffs.MOST_WAIT_S", 0.0)
-    async with front(NIXL, [prefills()], [resets]) as f:
+    async with split_gateway(NIXL, [prefills()], [resets]) as f:
         assert (await f.ask()).status == 502
         assert f.metric("penstock_split_leases_given_up_total") == 0
-        assert all(item.json["max_tokens"] != 1 for item in f.decode[0].asked)
+        assert all(item.json["max_tokens"] != 1 for item in f.decode[0].requests)
         await f.at_rest()
 
 
-async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_freed(
+async def test_a_client_that_disconnects_before_the_decode_request_is_sent_has_its_kv_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decoder is connecting: it still gets the handoff, for one token, so that P frees the KV."""
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    """The decoder is connecting. It still gets the handoff for one token, so that prefill frees the KV."""
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
         connect, go = Upstream.connect, asyncio.Event()
 
@@ -75,20 +75,20 @@ async def test_a_client_that_leaves_before_the_decode_request_left_has_the_kv_fr
         await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
         await f.at_rest()
         go.set()
-        request = await f.decode[0].was_asked()
+        request = await f.decode[0].wait_for_request()
         assert request.json["kv_transfer_params"] == OBJECT
         assert (request.json["max_tokens"], request.json["stream"]) == (1, False)
         assert "stream_options" not in request.json
         assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1
 
 
-async def test_a_prefill_answer_that_crosses_the_client_on_its_way_has_its_kv_freed() -> None:
+async def test_a_prefill_response_after_the_client_disconnected_has_its_kv_freed() -> None:
     gate = asyncio.Event()
-    async with front(NIXL, [after(gate, prefills())], [decodes]) as f:
-        await f.ask_and_leave(f.prefill[0].was_asked)
+    async with split_gateway(NIXL, [when_open(gate, prefills())], [decodes]) as f:
+        await f.ask_and_leave(f.prefill[0].wait_for_request)
         await f.at_rest()
         gate.set()
-        request = await f.decode[0].was_asked()
+        request = await f.decode[0].wait_for_request()
         assert request.json["kv_transfer_params"] == OBJECT
         assert request.json["max_tokens"] == 1
         assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1

@@ -1,4 +1,4 @@
-"""A stream cut anywhere and continued by others: what the client reads is the whole answer, and nothing twice."""
+"""Streams cut anywhere and continued by other engines: the client reads every token exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """The text of the token with this id: every fifth has none of its own, and comes with the next."""
+    """Return the text of a token. Every fifth has no text of its own; it comes with the next one."""
     return (
         ""
         if number % 5 == 4
@@ -36,8 +36,12 @@ def token(number: int) -> str:
 def events(
     ids: list[int], total: int, *, chat: bool, opening: bool, model: str = "served"
 ) -> Iterator[bytes]:
-    """As an engine streams them that was asked for ids and counts; `total` tokens are the end of it."""
-    beside = {
+    """Yield the events of an engine that reports token ids and counts.
+
+    ids      ids of the tokens to stream
+    total    number of tokens after which the response is complete
+    """
+    members = {
         "id": "cmpl-1" if opening else "cmpl-2",
         "created": 5 if opening else 6,
         "model": model,
@@ -51,7 +55,7 @@ def events(
         }
         return (
             b"data: "
-            + json.dumps(beside | {"choices": choices, "usage": usage} | more).encode()
+            + json.dumps(members | {"choices": choices, "usage": usage} | more).encode()
             + b"\n\n"
         )
 
@@ -81,9 +85,8 @@ def terms(chat: bool, usage: bool, most: int) -> Terms:
     return result
 
 
-def fed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
-    """What the client reads of an answer that comes in pieces of this size, and then breaks. Nothing is lost of what
-    was handed on before."""
+def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
+    """Feed a response in pieces of this size. Returns the bytes for the client until it breaks."""
     out = b""
     try:
         for start in range(0, len(answer), size):
@@ -96,7 +99,7 @@ def fed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
 
 
 def read(out: bytes) -> list[dict[str, Any]]:
-    """The client's chunks; the stream is whole and ends once."""
+    """Return the events that the client reads, after asserting that the stream ends exactly once."""
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
     assert body.ended
@@ -106,9 +109,11 @@ def read(out: bytes) -> list[dict[str, Any]]:
     return [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
 
 
-def broken(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
-    """So much of an answer with these events: cut off in whatever it was saying, or after an event, as if that were the
-    end."""
+def break_stream(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
+    """Return the first `share` of a response.
+
+    tidily    cut between events and end the body properly; otherwise cut anywhere
+    """
     framed = [chunk(part) for part in parts]
     if tidily:
         return HEAD + b"".join(framed[: round(share * len(framed))]) + LAST_CHUNK
@@ -123,13 +128,15 @@ def broken(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
     cuts=st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=3),
     size=st.integers(1, 900),
 )
-def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
+def test_the_client_reads_the_complete_response_wherever_its_engines_break(
     chat: bool, usage: bool, total: int, cuts: list[tuple[float, bool]], size: int
 ) -> None:
     ledger = Ledger(terms(chat, usage, total), 1000)
     relay: Recorded = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
-    out = fed(
-        relay, broken(events(list(range(total)), total, chat=chat, opening=True), *cuts[0]), size
+    out = feed(
+        relay,
+        break_stream(events(list(range(total)), total, chat=chat, opening=True), *cuts[0]),
+        size,
     )
     if not relay.committed:
         assert not out
@@ -148,7 +155,7 @@ def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
         begun = len(ledger.said)
         relay = Continuation(b"", renamer=Recorder(ledger, ledger.rest, "served", "asked"))
         rest = events(list(range(begun, total)), total, chat=False, opening=False)
-        out += fed(relay, broken(rest, *cut), size)
+        out += feed(relay, break_stream(rest, *cut), size)
     chunks = read(out)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     shown = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
@@ -167,7 +174,7 @@ def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_where_several_ids_came_at_once_it_is_unknown_which_are_shown(chat: bool) -> None:
+def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: bool) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
     for ids, text, standing in (
         ([1], "a", ""),
@@ -185,7 +192,7 @@ def test_where_several_ids_came_at_once_it_is_unknown_which_are_shown(chat: bool
 
 
 @pytest.mark.parametrize(("chat", "standing"), [(True, "untold"), (False, "")])
-def test_a_chat_of_which_no_text_was_shown_is_not_continued_since_it_may_begin_with_thoughts(
+def test_a_chat_without_visible_text_is_not_continued_because_it_may_begin_with_reasoning(
     chat: bool, standing: str
 ) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
@@ -200,7 +207,7 @@ def test_a_chat_of_which_no_text_was_shown_is_not_continued_since_it_may_begin_w
     assert ledger.standing == standing
     part["finish_reason"] = "stop"
     ledger.first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
-    assert (ledger.standing, ledger.whole) == ("", True), "nothing is missing but the end"
+    assert (ledger.standing, ledger.whole) == ("", True), "only the end is missing"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,7 @@ def test_a_chat_of_which_no_text_was_shown_is_not_continued_since_it_may_begin_w
         ),
     ],
 )
-def test_what_is_not_known_token_for_token_is_not_continued(
+def test_a_response_not_known_token_by_token_is_not_continued(
     chunk: dict[str, Any], obstacle: str
 ) -> None:
     ledger = Ledger(terms(True, False, 99), 10)
@@ -242,7 +249,7 @@ def test_what_is_not_known_token_for_token_is_not_continued(
     assert ledger.standing == obstacle
 
 
-def test_what_came_in_one_read_with_an_error_was_not_shown_and_is_asked_for_again() -> None:
+def test_tokens_read_together_with_an_error_were_not_shown_and_are_requested_again() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     recorder = Recorder(ledger, ledger.first, "served", "asked")
     parts = [*events([0, 1, 2], 9, chat=True, opening=True)]
@@ -258,7 +265,7 @@ def test_what_came_in_one_read_with_an_error_was_not_shown_and_is_asked_for_agai
     assert ledger.made == 1
 
 
-def test_an_engine_that_gives_a_request_up_has_not_ended_it() -> None:
+def test_an_aborted_request_is_not_a_complete_response() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
     parts = [*events([0, 1], 9, chat=True, opening=True)]
@@ -271,7 +278,7 @@ def test_an_engine_that_gives_a_request_up_has_not_ended_it() -> None:
 
 
 @pytest.mark.parametrize("end", [chunk(b'data: {"error": {"message": "dead"}}\n\n'), LAST_CHUNK])
-def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -> None:
+def test_a_response_that_breaks_with_its_first_events_has_not_begun(end: bytes) -> None:
     stream_bytes: list[None] = []
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(
@@ -283,12 +290,12 @@ def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -
     with pytest.raises(UpstreamBroke):
         relay.feed(HEAD + chunk(first) + end, 1.0)
     assert not relay.committed
-    assert not stream_bytes  # the request's bytes are released then, and a retry needs them
+    assert not stream_bytes  # it releases the request's bytes, which a retry needs
 
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_done(
+def test_a_body_that_ends_after_its_finish_reason_is_complete_without_done(
     chat: bool, counted: bool
 ) -> None:
     ledger = Ledger(terms(chat, True, 6), 1000)
@@ -296,7 +303,7 @@ def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_do
         b"", None, False, Recorder(ledger, ledger.first, "served", "asked"), patient=True
     )
     parts = list(events(list(range(6)), 6, chat=chat, opening=True))[: -1 if counted else -2]
-    out = fed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
+    out = feed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
     assert (relay.state, relay.failed_in_stream) == (State.DONE, False)
     *_, last = read(out)
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9} | (
@@ -305,7 +312,7 @@ def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_do
     assert out.count(b"[DONE]") == 1
 
 
-def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() -> None:
+def test_a_final_event_not_shown_to_the_client_does_not_end_its_stream() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
     first, *_ = events([0], 9, chat=True, opening=True)

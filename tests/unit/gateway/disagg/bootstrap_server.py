@@ -1,4 +1,4 @@
-"""A bootstrap server beside a scripted prefill engine."""
+"""A bootstrap server for a scripted prefill engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Asks(list[str]):
-    """What a bootstrap server was asked, and how many have hung up."""
+class BootstrapRequests(list[str]):
+    """The request lines that a bootstrap server received, and how many clients hung up."""
 
     hung_up = 0
 
@@ -17,12 +17,13 @@ class Asks(list[str]):
 @asynccontextmanager
 async def bootstrap_server(
     pages: list[bytes], gate: asyncio.Event | None = None
-) -> AsyncIterator[tuple[str, Asks]]:
-    """Its address and what it was asked; each page once, the last for ever, an empty one is silence.
+) -> AsyncIterator[tuple[str, BootstrapRequests]]:
+    """Run a bootstrap server. Yields its address and the requests it receives.
 
-    It answers when `gate` is open, if there is one.
+    pages    response bodies, one per request; the last one repeats, an empty one sends nothing
+    gate     if set, responses wait until it opens
     """
-    asks, answering = Asks(), set[asyncio.Task[None]]()
+    asks, answering = BootstrapRequests(), set[asyncio.Task[None]]()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         if gate is not None:
