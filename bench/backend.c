@@ -9,7 +9,7 @@
  *
  *     backend --port 19000 --ports 4 [--chunks N] [--every-us D] [--first-us F] [--burst B] [--join 0|1]
  */
-#include "bench/wire.h"
+#include "wire.h"
 
 typedef struct {
     int chunks, every_us, first_us, burst, join;

@@ -8,7 +8,7 @@
  * FILE:   request bodies, each as <u32 length><bytes>, taken in turn; sixteen '#' in a body are overwritten with a number of the
  *         request, so that prompts share a prefix and never a whole. Prints one JSON object; requests, events and CPU are those of the window.
  */
-#include "bench/wire.h"
+#include "wire.h"
 
 typedef struct { const char *before, *after; size_t before_n, after_n; char head[256]; int head_n; } body_t;
 typedef struct { double *at; size_t n, cap; } samples_t;

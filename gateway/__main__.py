@@ -1,10 +1,13 @@
-"""`python -m gateway ...` is `penstock ...`. Light: Ctrl-C counts from here on, while the rest still loads."""
+"""Run the `penstock` command as `python -m gateway`.
+
+The import is inside `main` so that Ctrl-C during the slow imports still ends the process quietly.
+"""
 
 import sys
 
 
 def main() -> None:
-    """The entry point of the command `penstock`."""
+    """Run the command line; exit with status 130 on Ctrl-C."""
     try:
         from gateway.cli import main as cli
 

@@ -81,3 +81,7 @@ class EndpointLoad(EngineLoad):
         self.timeline = Timeline()
         self.believed = True
         self.timeline.refresh(self, 0.0)
+
+
+LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)
+"""Every attribute of an EndpointLoad; `__slots__` of the class has only its own."""

@@ -1,6 +1,6 @@
-"""The reference pages, the configuration's schema, boards and rules, written from the code they describe: `make docs`.
+"""Generates the reference pages, the JSON Schema, dashboards and alert rules from the code.
 
-A test compares the files with what this module would write, so they cannot fall behind.
+Run by `make docs`. A test compares the files with this module's output, so that they stay current.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gateway.workers.supervisor_metrics import Figures
 from policies import admission_registry, registry
 from tools.monitoring.files import files
 
-_MADE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
+_GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
 
 
 def pages() -> Mapping[str, str]:
-    """Path from the root of the project -> text, of every file made here."""
+    """Return the text of every generated file by its path from the project root."""
     return {
         "docs/reference/config.md": config_page(),
         "docs/reference/metrics.md": metrics_page(),
@@ -40,31 +40,50 @@ def pages() -> Mapping[str, str]:
 
 
 def config_page() -> str:
-    """Every section and key of the configuration file."""
+    """Return the page of every section and key of the configuration file."""
     schema = json_schema()
-    shown = [_MADE, _CONFIG_INTRO, _section("The file", Config.__doc__ or "", schema, schema)]
+    parts = [
+        _GENERATED_NOTE,
+        _CONFIG_INTRO,
+        _section("The file", Config.__doc__ or "", schema, schema),
+    ]
     for path, name in _sections("", schema, schema):
         definition = schema["$defs"][name]
-        shown.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
-    return "\n".join([*shown, _policies(), _admissions()])
+        parts.append(_section(f"`{path}`", definition.get("description", ""), definition, schema))
+    return "\n".join([*parts, _policies(), _admissions()])
 
 
 def metrics_page() -> str:
-    """Every metric with its labels and buckets."""
+    """Return the page of every metric with its labels and buckets."""
     catalogue = (*Metrics().catalogue(), *Figures().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
     buckets = "\n".join(
-        f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}" for spec in catalogue if spec.buckets
+        f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}"
+        for spec in catalogue
+        if spec.buckets
     )
-    shown_caps = _table(("label", "values at most"), [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())])
+    shown_caps = _table(
+        ("label", "maximum number of values"),
+        [(f"`{name}`", str(cap)) for name, cap in sorted(caps.items())],
+    )
     return "\n".join(
-        [_MADE, _METRICS_INTRO, table, "## Labels\n", _LABELS_INTRO, shown_caps, "## Buckets\n", buckets, ""]
+        [
+            _GENERATED_NOTE,
+            _METRICS_INTRO,
+            table,
+            "## Labels\n",
+            _LABELS_INTRO,
+            shown_caps,
+            "## Buckets\n",
+            buckets,
+            "",
+        ]
     )
 
 
 def _row(row: Row, specs: Sequence[Spec]) -> str:
-    """The families of one row of the boards."""
+    """Return the metric families of one dashboard row."""
     rows = [
         (
             f"`{spec.name}`",
@@ -76,23 +95,25 @@ def _row(row: Row, specs: Sequence[Spec]) -> str:
         )
         for spec in specs
     ]
-    return f"## {row}\n\n" + _table(("metric", "type, unit", "labels", "meaning", "of workers", "owner"), rows)
+    return f"## {row}\n\n" + _table(
+        ("metric", "type, unit", "labels", "meaning", "workers", "owner"), rows
+    )
 
 
 def cli_page() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of every command with its arguments and options."""
     group: Any = typer.main.get_command(cli.app)
     context = group.make_context("penstock", ["version"], resilient_parsing=True)
-    shown = [_MADE, _CLI_INTRO]
+    parts = [_GENERATED_NOTE, _CLI_INTRO]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        shown += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
-    return "\n".join(shown)
+        parts += [f"## penstock {name}\n", (command.help or "").strip() + "\n", _options(command)]
+    return "\n".join(parts)
 
 
 def states_page() -> str:
-    """The table of a split request's life, state by state."""
-    shown = [_MADE, _STATES_INTRO]
+    """Return the state table of a split request, state by state."""
+    parts = [_GENERATED_NOTE, _STATES_INTRO]
     for state, (owner, deadline) in KEPT.items():
         rows = [
             (
@@ -101,33 +122,38 @@ def states_page() -> str:
                 row.state.replace("_", " "),
                 "; ".join(act.value for act in row.acts) or "nothing",
             )
-            for (at, event), row in TABLE.items()
-            if at is state
+            for (source_state, event), row in TABLE.items()
+            if source_state is state
         ]
-        shown.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
-        shown.append(_table(("event", "what has happened", "then", "due"), rows))
-    return "\n".join(shown)
+        parts.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
+        parts.append(_table(("event", "what happened", "next state", "actions"), rows))
+    return "\n".join(parts)
 
 
 def main() -> None:
-    """Writes all of them; run from the root of the project."""
+    """Write all files; run it from the project root."""
     for path, text in pages().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
 
 
-def _sections(path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path as in the file, definition name) of every section below `definition`, each after the one that holds it."""
+def _sections(
+    path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield (path in the file, definition name) of every section below `definition`."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
         if name and "properties" in schema["$defs"][name]:
-            here = f"{path}.{key}{suffix}".lstrip(".")
-            yield here, name
-            yield from _sections(here, schema["$defs"][name], schema)
+            section_path = f"{path}.{key}{suffix}".lstrip(".")
+            yield section_path, name
+            yield from _sections(section_path, schema["$defs"][name], schema)
 
 
 def _target(field: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The definition a field leads to, and what its path goes on with: [] for a list, .NAME for a mapping."""
+    """Return the definition that a field refers to, and its path suffix.
+
+    The suffix is [] for a list and .NAME for a mapping.
+    """
     if "$ref" in field:
         return str(field["$ref"]).rsplit("/", 1)[-1], ""
     for choice in field.get("anyOf", ()):
@@ -146,10 +172,17 @@ def _values_of(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*inner, extra] if isinstance(extra, dict) else inner
 
 
-def _section(title: str, text: str, definition: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+def _section(
+    title: str, text: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
+) -> str:
     required = definition.get("required", ())
     rows = [
-        (f"`{key}`", _type(field, schema), _default(field, key in required), _meaning(field, schema))
+        (
+            f"`{key}`",
+            _type(field, schema),
+            _default(field, key in required),
+            _meaning(field, schema),
+        )
         for key, field in definition["properties"].items()
     ]
     return f"## {title}\n\n{text.strip()}\n\n" + _table(("key", "type", "default", "meaning"), rows)
@@ -157,15 +190,21 @@ def _section(title: str, text: str, definition: Mapping[str, Any], schema: Mappi
 
 def _meaning(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     name, _ = _target(field)
-    return str(field.get("description") or (schema["$defs"][name].get("description", "") if name else ""))
+    return str(
+        field.get("description") or (schema["$defs"][name].get("description", "") if name else "")
+    )
 
 
 def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "$ref" in field:
         target = schema["$defs"][str(field["$ref"]).rsplit("/", 1)[-1]]
-        return " or ".join(f"`{value}`" for value in target["enum"]) if "enum" in target else "section"
+        return (
+            " or ".join(f"`{value}`" for value in target["enum"]) if "enum" in target else "section"
+        )
     if "anyOf" in field:
-        return " or ".join(_type(choice, schema) for choice in field["anyOf"] if choice.get("type") != "null")
+        return " or ".join(
+            _type(choice, schema) for choice in field["anyOf"] if choice.get("type") != "null"
+        )
     if "items" in field:
         return f"list of {_type(field['items'], schema)}s"
     if inner := _values_of(field):
@@ -180,16 +219,20 @@ def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 
 def _plain_type(field: Mapping[str, Any]) -> str:
-    words = {
+    type_names = {
         "integer": "whole number",
         "number": "number",
         "string": "text",
         "object": "mapping",
         "boolean": "true or false",
     }
-    word = words[field["type"]]
+    type_name = type_names[field["type"]]
     low, high = field.get("minimum"), field.get("maximum")
-    return f"{word}, {low:g} to {high:g}" if low is not None and high is not None and high <= 65536 else word
+    return (
+        f"{type_name}, {low:g} to {high:g}"
+        if low is not None and high is not None and high <= 65536
+        else type_name
+    )
 
 
 _UNITS: Mapping[str, str] = {
@@ -212,15 +255,19 @@ def _default(field: Mapping[str, Any], required: bool) -> str:
 
 def _policies() -> str:
     table = _by_name(registry.names(), registry.params_type)
-    return "## Policies\n\n" + _table(("policy", "picks", "parameters"), table)
+    return "## Policies\n\n" + _table(("policy", "how it picks an endpoint", "parameters"), table)
 
 
 def _admissions() -> str:
     table = _by_name(admission_registry.names(), admission_registry.params_type)
-    return "## Admissions\n\n" + _table(("admission", "lets in", "parameters"), table)
+    return "## Admissions\n\n" + _table(
+        ("admission", "which requests it admits", "parameters"), table
+    )
 
 
-def _by_name(names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]) -> list[tuple[str, str, str]]:
+def _by_name(
+    names: Sequence[str], params_type: Callable[[str], type[msgspec.Struct]]
+) -> list[tuple[str, str, str]]:
     rows = []
     for name in names:
         kind = params_type(name)
@@ -231,72 +278,83 @@ def _by_name(names: Sequence[str], params_type: Callable[[str], type[msgspec.Str
 
 def _options(command: Any) -> str:
     rows = []
-    for each in command.params:
-        if each.name == "help":
+    for parameter in command.params:
+        if parameter.name == "help":
             continue
-        names = ", ".join(f"`{name}`" for name in (*each.opts, *each.secondary_opts))
-        name = names if each.param_type_name == "option" else f"`{each.name.upper()}`"
-        silent = each.default is None or each.default is False or each.default in ("", ())
-        default = "" if silent or callable(each.default) else f"`{each.default}`"
-        meaning = getattr(each, "help", None) or ""
-        if getattr(each, "envvar", None):
-            meaning += f" Environment: `{each.envvar}`."
-        rows.append((name, "required" if each.required else default, meaning))
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+        name = names if parameter.param_type_name == "option" else f"`{parameter.name.upper()}`"
+        has_no_default = (
+            parameter.default is None or parameter.default is False or parameter.default in ("", ())
+        )
+        default = "" if has_no_default or callable(parameter.default) else f"`{parameter.default}`"
+        meaning = getattr(parameter, "help", None) or ""
+        if getattr(parameter, "envvar", None):
+            meaning += f" Environment: `{parameter.envvar}`."
+        rows.append((name, "required" if parameter.required else default, meaning))
     return _table(("argument or option", "default", "meaning"), rows) if rows else "No options.\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )
 
 
 _CONFIG_INTRO = """\
 # Configuration
 
-One YAML 1.2 file. `penstock check FILE` tells everything that is wrong with it, with line and column;
-`penstock schema` prints the JSON Schema for editors (`# yaml-language-server: $schema=...` as the first line).
-Sample files: `deploy/config/`.
+One YAML 1.2 file. `penstock check FILE` prints every problem with its line and column.
+`penstock schema` prints the JSON Schema for editors (`# yaml-language-server: $schema=...` as the
+first line). Sample files: `deploy/config/`.
 
-- Durations carry a unit: `250ms`, `2s`, `1m30s` (us, ms, s, m, h, d). A bare number is refused.
-- Sizes carry a unit: `32MiB`, `1KB` (B; KB, MB, GB by 1000; KiB, MiB, GiB by 1024).
-- `${NAME}` is an environment variable, `${NAME:-default}` one with a default. `${file:/path}`, for secrets alone, is
-  the text of a file without its last newline; a relative path starts at the configuration's folder. `$${` is a
-  literal `${`.
-- Secrets never print: not in logs, not in `/config`, not in an error.
-- An unknown key is an error, and so is a key given twice.
+- Durations need a unit: `250ms`, `2s`, `1m30s` (us, ms, s, m, h, d). A bare number is an error.
+- Sizes need a unit: `32MiB`, `1KB` (B; KB, MB, GB by 1000; KiB, MiB, GiB by 1024).
+- `${NAME}` is an environment variable, `${NAME:-default}` one with a default. `${file:/path}` is
+  the text of a file without its last newline, for secrets only; a relative path starts at the
+  configuration's folder. `$${` is a literal `${`.
+- Secrets are never printed: not in logs, not in `/config`, not in errors.
+- Unknown keys and duplicate keys are errors.
 """
 
 _METRICS_INTRO = """\
 # Metrics
 
-`GET /metrics` on the admin port, in Prometheus' text format. Base units; counters end in `_total`.
-Observing one costs about 0.1 us (`bench/bench_metrics.py`). The standard `process_*` metrics are there
-too (CPU seconds, resident and virtual memory, file descriptors and their limit, start time). With `workers` they are
-sums over the workers and their supervisor; the start time is the supervisor's. A scraper that accepts
-`application/openmetrics-text` gets that format, with exemplars: every bucket of a family with exemplars
-names the newest request that fell into it, and its trace.
+`GET /metrics` on the admin port returns them in Prometheus' text format. Units are base units;
+counters end in `_total`. The standard `process_*` metrics are included (CPU seconds, resident and
+virtual memory, file descriptors and their limit, start time). With `workers`, these are sums over
+the workers and their supervisor, and the start time is the supervisor's.
 
-Series of an endpoint or a model have the label `pool` as well, looked up in the configuration at the scrape.
-The tables are the rows of the boards in `deploy/grafana/` (docs/observability.md). "Of workers" says how the same
-series of several processes become one, "owner" which module below `gateway/` changes it. What `workers/supervisor.py`
-owns is there with `workers` alone.
+A scraper that accepts `application/openmetrics-text` receives that format, with exemplars. Every
+bucket of a family with exemplars names the newest request that fell into it, and its trace.
+
+Series of an endpoint or a model also have the label `pool`, looked up in the configuration at the
+scrape. Each table is a row of the dashboards in `deploy/grafana/` (docs/observability.md). The
+column "workers" is how the series of several processes are merged, "owner" the module in
+`gateway/` that updates the metric. Metrics of `workers/supervisor.py` exist only with `workers`.
 """
 
 _LABELS_INTRO = """\
-A label that has shown as many values as it may says `other` for all further ones, so that a scrape stays bounded.
+A label that has reached its maximum number of values is `other` for all further ones, which bounds
+the size of a scrape.
 """
 
 _STATES_INTRO = """# States of a split request
 
-P prefills, D decodes (docs/life-of-a-split-request.md). The table is `gateway/disagg/state_machine.py`; `done`, `failed` and
-`gone` are ends. After `failed` comes another attempt, if the client has no byte yet and the retry budget allows it.
+P is the prefill endpoint, D the decode endpoint (docs/life-of-a-split-request.md). The tables are
+those of `gateway/disagg/state_machine.py`. The end states are `done`, `failed` and `gone`. After `failed`,
+another attempt starts if the client has received no byte yet and the retry budget allows it.
 """
 
 _CLI_INTRO = """\
 # Command line
 
-`penstock COMMAND --help` says the same. Exit codes: 0 done, 1 failed, 2 wrong usage; `plan` has 3 besides, and what
-Ctrl-C ends early 130. `NO_COLOR` is honoured.
+`penstock COMMAND --help` prints the same information. Exit codes: 0 success, 1 failure, 2 wrong
+usage, 130 stopped by Ctrl-C; `plan --fail-if-worse` also uses 3. Set `NO_COLOR` for output without
+colours.
 """
 
 

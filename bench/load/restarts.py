@@ -82,15 +82,15 @@ def _knock(port: int) -> None:
         pass
 
 
-async def by_successors(home: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
+async def by_successors(gateway: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
     """A process hands over to the next one, again and again."""
-    pids = [home.pid]
-    async with traffic(home.url, streams, shorts, tokens=200) as load:
+    pids = [gateway.pid]
+    async with traffic(gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before = learned_state(home)
-            pids.append(await restart(home, pids[-1]))
-            after = learned_state(home)
+            before = learned_state(gateway)
+            pids.append(await restart(gateway, pids[-1]))
+            after = learned_state(gateway)
             _show(number, f"pid {pids[-1]}", before, after, load.counts)
             await asyncio.sleep(1.0)
     for problem in load.problems[:10]:
@@ -102,18 +102,18 @@ async def by_successors(home: GatewayProcess, restarts: int, streams: int, short
     return load.counts
 
 
-async def by_workers(home: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
+async def by_workers(gateway: GatewayProcess, restarts: int, streams: int, shorts: int) -> Counter[str]:
     """A supervisor replaces its workers, again and again."""
-    async with traffic(home.url, streams, shorts, tokens=200) as load:
+    async with traffic(gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned_state(home), "workers were replaced"
-            known = home.stderr_text.count(text)
-            os.kill(home.pid, signal.SIGUSR2)
+            before, text = learned_state(gateway), "replaced all"
+            known = gateway.stderr_text.count(text)
+            os.kill(gateway.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):
-                while home.stderr_text.count(text) == known:
+                while gateway.stderr_text.count(text) == known:
                     await asyncio.sleep(0.05)
-            _show(number, "workers replaced", before, learned_state(home), load.counts)
+            _show(number, "workers replaced", before, learned_state(gateway), load.counts)
     for problem in load.problems[:10]:
         print("  ", problem)
     return load.counts
@@ -141,8 +141,8 @@ def one_way(way: str, asked: argparse.Namespace) -> bool:
     work = by_workers if way == "workers" else by_successors
     with tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder, mock_fleet("--speed", "4") as urls:
         config = CONFIG.format(*urls, dead=free_port(), workers=2 if way == "workers" else 1)
-        with open_gateway(Path(folder), config, "") as home, killing_successors(home):  # type: ignore[attr-defined]
-            counts = asyncio.run(work(home, asked.restarts, asked.streams, asked.shorts))
+        with open_gateway(Path(folder), config, "") as gateway, killing_successors(gateway):  # type: ignore[attr-defined]
+            counts = asyncio.run(work(gateway, asked.restarts, asked.streams, asked.shorts))
     print(f"{way}: refused {counts['refused']}, cut {counts['cut']}; {dict(counts)}", flush=True)
     return set(+counts) <= GOOD
 

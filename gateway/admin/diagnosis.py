@@ -1,6 +1,7 @@
-"""What an operator would ask about, answered in words: who is out, who is slow, why requests were refused or retried.
+"""The diagnosis in the live view: sentences about problems of the fleet, most severe first.
 
-Lives here: sentences from plain numbers, the gravest first. Not here: gathering the numbers (gateway/admin/live_view.py).
+They say which endpoints are out of rotation or slow, and why requests were rejected, retried or not
+split. live_view.py gathers the numbers.
 """
 
 from __future__ import annotations
@@ -14,76 +15,76 @@ import msgspec
 
 Grade = Literal["bad", "warn", "note"]
 
-MOST = 8
-SLOWER = 2.0
-SILENT_S = 2.0
-OUT = frozenset({"ejected", "dead"})
-LEAST_MISSED = 0.01
+MAX_FINDINGS = 8
+SLOW_RATIO = 2.0
+SILENCE_S = 2.0
+OUT_STATES = frozenset({"ejected", "dead"})
+MIN_MISSED_SHARE = 0.01
 GRADES: tuple[Grade, ...] = ("bad", "warn", "note")
 
-CAUSES: Mapping[str, str] = MappingProxyType(
+CAUSE_TEXTS: Mapping[str, str] = MappingProxyType(
     {
-        "connect_failed": "it takes no connections",
-        "failed": "its answers failed or broke off",
-        "timed_out": "it did not answer in time",
+        "connect_failed": "it accepts no connections",
+        "failed": "its responses failed or broke off",
+        "timed_out": "it did not respond in time",
         "probe_failed": "its health check failed",
-        "engine_dead": "its engine is dead or wedged",
+        "engine_dead": "its engine is dead or stalled",
         "slow": "it is much slower than its peers",
     }
 )
-"""Why an endpoint is out, by policies.health.health's word for it."""
+"""Text for each cause of policies.health for which an endpoint is out of rotation."""
 
-SHEDS: Mapping[str, str] = MappingProxyType(
+SHED_TEXTS: Mapping[str, str] = MappingProxyType(
     {
-        "waiting_room_full": "the waiting room was full",
-        "waited_too_long": "no place came free in time",
-        "too_slow": "their promise could not have been kept",
-        "deadline": "their client would have left before",
-        "body_budget": "request bodies took all their memory",
+        "waiting_room_full": "the wait queue was full",
+        "waited_too_long": "no endpoint had capacity in time",
+        "too_slow": "they would have missed their SLO",
+        "deadline": "they would have missed the client's deadline",
+        "body_budget": "the memory for request bodies was used up",
     }
 )
 
-WHOLE: Mapping[str, str] = MappingProxyType(
+WHOLE_TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "short": "their prompts are short",
-        "cached": "their prompts were cached where they were decoded",
-        "whole_cheaper": "it was cheaper",
-        "one_token": "they want one token",
-        "choices": "they want several answers",
-        "prompts": "they hold several prompts",
-        "prompt_scores": "they want scores of the prompt",
-        "no_pair": "no pair of endpoints was there",
+        "cached": "the decode endpoint had their prompts cached",
+        "whole_cheaper": "one endpoint was faster",
+        "one_token": "they request one token",
+        "choices": "they request several choices",
+        "prompts": "they contain several prompts",
+        "prompt_scores": "they request prompt logprobs",
+        "no_pair": "no pair of endpoints was available",
         "recompute": "a handoff had failed",
     }
 )
-"""Why requests were not split, by policies.pricing.split's word for it."""
+"""Text for each reason of policies.split for which a request was not split."""
 
-RETRIES: Mapping[str, str] = MappingProxyType(
+RETRY_TEXTS: Mapping[str, str] = MappingProxyType(
     {
-        "connect_failed": "the connection was not taken",
-        "connect_timeout": "the connection was not taken in time",
+        "connect_failed": "the connection failed",
+        "connect_timeout": "the connection timed out",
         "timeout": "the engine was silent for too long",
-        "truncated": "the connection was cut",
-        "reset": "the connection was cut",
+        "truncated": "the connection was closed early",
+        "reset": "the connection was reset",
         "ejected": "the engine had died",
         "status_503": "the engine was full",
         "status_429": "the engine was full",
     }
 )
-"""Why requests were tried again, by what broke the first attempt."""
+"""Text for each error that made the gateway retry a request."""
 
-MISSES: Mapping[str, str] = MappingProxyType(
+MISS_TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "ttft_missed": "the first token came late",
         "tpot_missed": "tokens came too slowly",
-        "both_missed": "first token and pace were late",
-        "failed": "the answer failed",
+        "both_missed": "the first token came late and tokens came too slowly",
+        "failed": "the response failed",
     }
 )
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One sentence, how grave it is, and of which endpoint it speaks, if of one."""
+    """One sentence, its grade, and the endpoint that it is about, if any."""
 
     grade: Grade
     text: str
@@ -91,27 +92,30 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Minute(msgspec.Struct, frozen=True):
-    """What happened in it, as counts. `endpoints` are rows of the live view; `refused` is the configuration's."""
+    """The counts of the last minute.
+
+    `endpoints` are rows of the live view; `config_problem` is that of a rejected configuration.
+    """
 
     endpoints: Sequence[Mapping[str, Any]]
     span_s: float
     shed: Mapping[str, float] = {}
     retries: Mapping[str, float] = {}
     missed: Mapping[str, float] = {}
-    promised: float = 0.0
-    computed: Mapping[str, float] = {}
-    whole: Mapping[str, float] = {}
-    split: float = 0.0
+    slo_requests: float = 0.0
+    computed_tokens: Mapping[str, float] = {}
+    whole_reasons: Mapping[str, float] = {}
+    split_count: float = 0.0
     prices: Mapping[str, float] = {}
     waiting: Mapping[str, int] = {}
-    refused: str | None = None
+    config_problem: str | None = None
     shared_problem: str | None = None
     unlisted: Sequence[str] = ()
 
 
 def findings(minute: Minute) -> list[Reason]:
-    """All there is to say, the gravest first."""
-    found = [
+    """Return all findings, most severe first."""
+    reasons = [
         *_configuration(minute),
         *_shared(minute),
         *_unlisted(minute),
@@ -125,132 +129,167 @@ def findings(minute: Minute) -> list[Reason]:
         *_recomputed(minute),
         *_whole(minute),
     ]
-    return sorted(found, key=lambda each: GRADES.index(each.grade))
+    return sorted(reasons, key=lambda reason: GRADES.index(reason.grade))
 
 
-def shortened(found: Sequence[Reason]) -> Sequence[Reason]:
-    """MOST of them: what speaks of no endpoint first, and a last sentence that counts the rest and names endpoints."""
-    if len(found) <= MOST:
-        return found
-    general = [each for each in found if each.endpoint is None][: MOST - 2]
-    single = [each for each in found if each.endpoint is not None][: MOST - 1 - len(general)]
-    kept = [each for each in found if each in general or each in single]
-    rest = [each for each in found if each not in kept]
-    names = dict.fromkeys(each.endpoint for each in rest if each.endpoint is not None)
-    of = f": {', '.join(names)}" if names else ""
-    return [*kept, Reason(rest[0].grade, f"{len(rest)} more{of}.")]
+def shortened(reasons: Sequence[Reason]) -> Sequence[Reason]:
+    """Return at most MAX_FINDINGS findings.
+
+    Those about no endpoint come first; the last one counts the others and names their endpoints.
+    """
+    if len(reasons) <= MAX_FINDINGS:
+        return reasons
+    general = [reason for reason in reasons if reason.endpoint is None][: MAX_FINDINGS - 2]
+    single = [reason for reason in reasons if reason.endpoint is not None][
+        : MAX_FINDINGS - 1 - len(general)
+    ]
+    shown = [reason for reason in reasons if reason in general or reason in single]
+    others = [reason for reason in reasons if reason not in shown]
+    names = dict.fromkeys(reason.endpoint for reason in others if reason.endpoint is not None)
+    suffix = f": {', '.join(names)}" if names else ""
+    return [*shown, Reason(others[0].grade, f"{len(others)} more{suffix}.")]
 
 
 def _configuration(minute: Minute) -> Iterator[Reason]:
-    if minute.refused is not None:
-        yield Reason("warn", f"The last configuration was rejected: {minute.refused}")
+    if minute.config_problem is not None:
+        yield Reason("warn", f"The last configuration was rejected: {minute.config_problem}")
 
 
 def _unlisted(minute: Minute) -> Iterator[Reason]:
     for message in minute.unlisted:
-        yield Reason("bad", f"{message} Requests for it get 404; `penstock doctor --config FILE` has the remedy.")
+        yield Reason(
+            "bad",
+            f"{message} Requests for it get 404; `penstock doctor --config FILE` has the remedy.",
+        )
 
 
 def _shared(minute: Minute) -> Iterator[Reason]:
     if minute.shared_problem is not None:
-        yield Reason("bad", f"Redis is not usable: {minute.shared_problem}. This gateway goes on alone.")
+        yield Reason(
+            "bad",
+            f"Redis is not usable: {minute.shared_problem}. "
+            "This gateway runs without shared state.",
+        )
 
 
 def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
-    for each in endpoints:
-        name, state, since = each["name"], each["state"], each["since_s"]
+    for row in endpoints:
+        name, state, since = row["name"], row["state"], row["since_s"]
         ago = "" if since is None else f" for {span(since)}"
-        if state in OUT:
-            cause = _cause(each)
-            asked = "; it is asked all the same, too many of its pool seem to fail" if each["available"] else ""
-            yield Reason("bad", f"{name} is out{ago}: {cause}{asked}.", name)
+        if state in OUT_STATES:
+            cause = _cause(row)
+            exception = ""
+            if row["available"]:
+                exception = ", but still receives requests because too many of its pool fail"
+            yield Reason("bad", f"{name} is out of rotation{ago}: {cause}{exception}.", name)
         elif state == "returning":
-            yield Reason("note", f"{name} is back{ago} and on trial.", name)
+            yield Reason("note", f"{name} is back{ago}, on trial.", name)
         elif state in ("draining", "drained"):
-            yield Reason("note", f"{name} gets nothing new: an operator drained it.", name)
-        elif each.get("slow"):
-            yield Reason("warn", f"{name} gets few requests: it is {each['slow']}.", name)
-        elif each["silence_s"] > SILENT_S:
-            yield Reason("warn", f"{name} has owed every client a byte for {span(each['silence_s'])}.", name)
+            yield Reason("note", f"{name} receives no new requests: an operator drained it.", name)
+        elif row.get("slow"):
+            yield Reason("warn", f"{name} receives few requests: it is {row['slow']}.", name)
+        elif row["silence_s"] > SILENCE_S:
+            silence = span(row["silence_s"])
+            text = f"{name} has sent no byte for {silence}, with requests in flight."
+            yield Reason("warn", text, name)
 
 
-def _cause(each: Mapping[str, Any]) -> str:
-    if each["cause"] == "slow" and each.get("slow"):
-        return f"it was {each['slow']}"
-    return CAUSES.get(each["cause"] or "", "not probed yet")
+def _cause(row: Mapping[str, Any]) -> str:
+    if row["cause"] == "slow" and row.get("slow"):
+        return f"it was {row['slow']}"
+    return CAUSE_TEXTS.get(row["cause"] or "", "not probed yet")
 
 
 def _shed(minute: Minute) -> Iterator[Reason]:
     for reason, count in sorted(minute.shed.items(), key=lambda item: -item[1]):
-        yield Reason("bad", f"{_requests(count)} refused: {SHEDS.get(reason, reason.replace('_', ' '))}.")
+        text = SHED_TEXTS.get(reason, reason.replace("_", " "))
+        yield Reason("bad", f"{_requests(count)} rejected: {text}.")
 
 
 def _waiting(minute: Minute) -> Iterator[Reason]:
     for pool, count in minute.waiting.items():
         if count:
-            yield Reason("warn", f"{_requests(count)} waiting in pool {pool}: every place at its endpoints is taken.")
+            yield Reason(
+                "warn", f"{_requests(count)} waiting in pool {pool}: its endpoints are at capacity."
+            )
 
 
 def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
-    """Against the median of those who do the same work in the same pool, two of them or more."""
+    """Yield the endpoints that are slower than the median of those with the same pool and role.
+
+    A group needs at least three endpoints.
+    """
     for key, what in (("tpot_p50_s", "per token"), ("ttft_p50_s", "to the first token")):
-        alike: dict[tuple[str, str], list[float]] = {}
-        for each in endpoints:
-            if each[key]:
-                alike.setdefault((each["pool"], each["role"]), []).append(each[key])
-        ordered = {group: sorted(values) for group, values in alike.items() if len(values) > 2}
-        for each in endpoints:
-            if each["state"] in OUT or each.get("slow"):
-                continue  # said already
-            values = ordered.get((each["pool"], each["role"]))
-            usual = median_without(values, each[key]) if values and each[key] else None
-            if usual and each[key] > SLOWER * usual:
-                times = f"{each[key] / usual:.1f} times as slow as its peers {what}"
-                yield Reason("warn", f"{each['name']} is {times}: {_ms(each[key])} to {_ms(usual)}.", each["name"])
+        groups: dict[tuple[str, str], list[float]] = {}
+        for row in endpoints:
+            if row[key]:
+                groups.setdefault((row["pool"], row["role"]), []).append(row[key])
+        ordered = {group: sorted(values) for group, values in groups.items() if len(values) > 2}
+        for row in endpoints:
+            if row["state"] in OUT_STATES or row.get("slow"):
+                continue  # _out reports these
+            values = ordered.get((row["pool"], row["role"]))
+            usual = median_without(values, row[key]) if values and row[key] else None
+            if usual and row[key] > SLOW_RATIO * usual:
+                ratio = f"{row[key] / usual:.1f} times as slow as its peers {what}"
+                text = f"{row['name']} is {ratio}: {_ms(row[key])}, they {_ms(usual)}."
+                yield Reason("warn", text, row["name"])
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Of ascending values but for one that is this, of two or more others."""
+    """Return the median of ascending values without one element equal to `value`."""
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
-    low, high = (at if at < left_out else at + 1 for at in ((others - 1) // 2, others // 2))
+    low, high = (
+        index if index < left_out else index + 1 for index in ((others - 1) // 2, others // 2)
+    )
     return (ordered[low] + ordered[high]) / 2
 
 
 def _missed(minute: Minute) -> Iterator[Reason]:
-    for kept, count in sorted(minute.missed.items(), key=lambda item: -item[1]):
-        if kept in MISSES and count > LEAST_MISSED * minute.promised:
-            yield Reason("warn", f"{count:.0f} of {minute.promised:.0f} promises broken: {MISSES[kept]}.")
+    for outcome, count in sorted(minute.missed.items(), key=lambda item: -item[1]):
+        if outcome in MISS_TEXTS and count > MIN_MISSED_SHARE * minute.slo_requests:
+            share = f"{count:.0f} of {minute.slo_requests:.0f} requests"
+            yield Reason("warn", f"{share} missed their SLO: {MISS_TEXTS[outcome]}.")
 
 
 def _retried(minute: Minute) -> Iterator[Reason]:
     for kind, count in sorted(minute.retries.items(), key=lambda item: -item[1]):
-        why = RETRIES.get(kind, kind.replace("_", " "))
-        yield Reason("warn", f"{_requests(count)} tried again elsewhere: {why}.")
+        text = RETRY_TEXTS.get(kind, kind.replace("_", " "))
+        yield Reason("warn", f"{_requests(count)} retried: {text}.")
 
 
 def _priced(minute: Minute) -> Iterator[Reason]:
     for pool, price in minute.prices.items():
         if price > 0:
-            yield Reason("warn", f"Pool {pool} is short: a place costs {price:.2f} times a request's worth.")
+            yield Reason(
+                "warn",
+                f"Pool {pool} is overloaded: admission costs {price:.2f} times a request's value.",
+            )
 
 
 def _recomputed(minute: Minute) -> Iterator[Reason]:
-    total = sum(minute.computed.values())
-    for cause, why in (("spread", "another endpoint held them"), ("evicted", "their cache had lost them")):
-        share = minute.computed.get(cause, 0.0) / total if total else 0.0
+    total = sum(minute.computed_tokens.values())
+    for cause, text in (
+        ("spread", "another endpoint had them cached"),
+        ("evicted", "the endpoint's cache had evicted them"),
+    ):
+        share = minute.computed_tokens.get(cause, 0.0) / total if total else 0.0
         if share >= 0.05:
-            yield Reason("note", f"{share:.0%} of the prompt tokens computed could have been saved: {why}.")
+            yield Reason(
+                "note", f"{share:.0%} of the computed prompt tokens were avoidable: {text}."
+            )
 
 
 def _whole(minute: Minute) -> Iterator[Reason]:
-    total = minute.split + sum(minute.whole.values())
-    for reason, count in sorted(minute.whole.items(), key=lambda item: -item[1])[:1]:
+    total = minute.split_count + sum(minute.whole_reasons.values())
+    for reason, count in sorted(minute.whole_reasons.items(), key=lambda item: -item[1])[:1]:
         if count >= 0.1 * total:
-            yield Reason("note", f"{count / total:.0%} of the requests were not split: {WHOLE.get(reason, reason)}.")
+            text = WHOLE_TEXTS.get(reason, reason)
+            yield Reason("note", f"{count / total:.0%} of the requests were not split: {text}.")
 
 
 def span(seconds: float) -> str:
-    """A length of time as one says it: 0.4 s, 14 s, 3 min, 2 h."""
+    """Return a duration as text: 0.4 s, 14 s, 3 min, 2 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:

@@ -1,7 +1,7 @@
-"""How a gateway stands at one moment: its configuration, pools, endpoints and pairs, as plain values.
+"""The state of a gateway at one moment: configuration, pools, endpoints and pairs, as plain values.
 
-With a note of the meters (gateway/admin/metric_samples.py) it is all that a view is made of (gateway/admin/live_view.py), whoever makes it: the gateway itself,
-or the supervisor of several.
+Together with a metric sample it is the complete input of a live view. The gateway makes both; with
+several workers the supervisor merges those of each.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
 DRAINED = frozenset({"draining", "drained"})
-"""States of endpoints that an operator drained by hand."""
+"""States of endpoints that an operator has drained."""
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Handoffs from a prefill to a decode endpoint: how many went well or did not, how long they took, and by what.
+    """Handoffs from one prefill to one decode endpoint: counts, times and the transport.
 
-    newest_s   seconds that each of the newest handoffs took, of all workers
+    `newest_s` holds the seconds that each of the newest handoffs took, of all workers.
     """
 
     served: int
@@ -37,19 +37,22 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile of the newest handoffs; None before the first."""
+        """The 95th percentile of the newest handoff times; None before the first handoff."""
         ordered = sorted(self.newest_s)
         return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What no note tells. Rows are as the view shows them, endpoints' without the last minute.
+    """The state that no metric sample contains; rows are as the view shows them.
 
-    promises   times to first token and per further token by service class; `standard` is the class of who names none
-    streams    requests that are served now            under_way  handoffs
-    refused    what is wrong with the configuration that was refused last
-    shared     the view shared with other gateways (Pump.state); None: there is none
-    unlisted   by name, why a configured model is not served: no endpoint lists it
+    promises              (TTFT, TPOT) SLO in seconds by service class
+    standard              the service class of requests that name none
+    endpoints             rows without the values of the last minute
+    handoffs_in_progress  KV transfers that have started and not ended
+    active_requests       requests that are being served
+    config_problem        first problem of the last configuration; None if it was accepted
+    shared_state          state of the exchange with other gateways; None without one
+    unlisted              by model name, why a configured model is not served: no endpoint lists it
     """
 
     config: dict[str, Any]
@@ -58,30 +61,38 @@ class Standing(msgspec.Struct, frozen=True):
     pools: list[dict[str, Any]]
     endpoints: list[dict[str, Any]]
     pairs: dict[tuple[str, str], Pair]
-    under_way: int
-    streams: int
-    refused: str | None
-    shared: dict[str, Any] | None = None
+    handoffs_in_progress: int
+    active_requests: int
+    config_problem: str | None
+    shared_state: dict[str, Any] | None = None
     unlisted: dict[str, str] = {}
 
 
 def stand(target: AdminTarget, now: float) -> Standing:
-    """As it is."""
-    slos, handoffs, error = target.gateway.snapshot.config.slo, target.gateway.handoffs, target.reloader.last_error
+    """Return the state of the gateway now."""
+    slos, handoffs, error = (
+        target.gateway.snapshot.config.slo,
+        target.gateway.handoffs,
+        target.reloader.last_error,
+    )
     return Standing(
         config=_config(target),
         promises={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
         standard=slos.default,
         pools=_pools(target),
-        endpoints=[_facts(live) | _numbers(live, now) for live in target.gateway.endpoints.all()],
+        endpoints=[
+            _static_row(live) | _load_row(live, now) for live in target.gateway.endpoints.all()
+        ],
         pairs={
-            names: Pair(each.served, each.failed, each.handoff_s, tuple(each.newest_s), each.transport)
-            for names, each in handoffs.pairs.items()
+            names: Pair(
+                pair.served, pair.failed, pair.handoff_s, tuple(pair.newest_s), pair.transport
+            )
+            for names, pair in handoffs.pairs.items()
         },
-        under_way=handoffs.under_way,
-        streams=target.gateway.gate.active,
-        refused=None if error is None else str(error.problems[0]),
-        shared=target.shared_state(),
+        handoffs_in_progress=handoffs.under_way,
+        active_requests=target.gateway.gate.active,
+        config_problem=None if error is None else str(error.problems[0]),
+        shared_state=target.shared_state(),
         unlisted=dict(target.gateway.snapshot.unlisted),
     )
 
@@ -98,40 +109,44 @@ def _config(target: AdminTarget) -> dict[str, Any]:
         "draining": target.draining,
         "versions": [
             {
-                "version": each.number,
-                "at": datetime.fromtimestamp(each.at, UTC).isoformat(timespec="seconds"),
-                "source": each.trigger,
-                "hash": each.hash,
-                "changes": [str(change) for change in each.changes][:4],
+                "version": version.number,
+                "at": datetime.fromtimestamp(version.at, UTC).isoformat(timespec="seconds"),
+                "source": version.trigger,
+                "hash": version.hash,
+                "changes": [str(change) for change in version.changes][:4],
             }
-            for each in newest_first
+            for version in newest_first
         ],
     }
 
 
 def _pools(target: AdminTarget) -> list[dict[str, Any]]:
     snapshot = target.gateway.snapshot
-    rooms = {room.name: room for room in target.gateway.gate.rooms()}
-    shown = []
+    queues = {queue.name: queue for queue in target.gateway.gate.rooms()}
+    rows = []
     for name, pool in snapshot.config.pools.items():
-        room = rooms.get(name)
-        shown.append(
+        queue = queues.get(name)
+        rows.append(
             {
                 "name": name,
                 "policy": pool.policy.name,
                 "admission": pool.admission.name,
-                "models": sorted({route.name for route in snapshot.routes.values() if route.pool == name}),
-                "in_flight": room.in_flight if room is not None else 0,
-                "waiting": room.waiting if room is not None else 0,
-                "price": round(room.price, 4) if room is not None else 0.0,
+                "models": sorted(
+                    {route.name for route in snapshot.routes.values() if route.pool == name}
+                ),
+                "in_flight": queue.in_flight if queue is not None else 0,
+                "waiting": queue.waiting if queue is not None else 0,
+                "price": round(queue.price, 4) if queue is not None else 0.0,
             }
         )
-    return shown
+    return rows
 
 
-def _facts(live: LiveEndpoint) -> dict[str, Any]:
+def _static_row(live: LiveEndpoint) -> dict[str, Any]:
     endpoint, layout = live.endpoint, live.endpoint.layout
-    sizes = [f"{name}{size}" for name in ("tp", "pp", "ep", "dp") if (size := getattr(layout, name)) > 1]
+    sizes = [
+        f"{name}{size}" for name in ("tp", "pp", "ep", "dp") if (size := getattr(layout, name)) > 1
+    ]
     return {
         "name": endpoint.name,
         "url": endpoint.url,
@@ -139,12 +154,14 @@ def _facts(live: LiveEndpoint) -> dict[str, Any]:
         "role": str(endpoint.role),
         "engine": str(endpoint.engine),
         "layout": " ".join(sizes) or "tp1",
-        "labels": {name: value for name, value in endpoint.labels.items() if name not in HIDDEN_LABELS},
+        "labels": {
+            name: value for name, value in endpoint.labels.items() if name not in HIDDEN_LABELS
+        },
         "max_concurrency": endpoint.max_concurrency,
     }
 
 
-def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
+def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
     load, health = live.load, live.health
     return {
         "state": state_of(live),
@@ -163,7 +180,7 @@ def _numbers(live: LiveEndpoint, now: float) -> dict[str, Any]:
 
 
 def state_of(live: LiveEndpoint) -> str:
-    """leaving, draining, drained, or health's word: up, returning, ejected, dead."""
+    """Return leaving, draining, drained, or the health state: up, returning, ejected, dead."""
     if live.leaving:
         return "leaving"
     if live.drained and live.load.in_flight:

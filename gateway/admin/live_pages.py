@@ -1,6 +1,7 @@
-"""The live view on the admin server: the page, the value, its stream, and draining an endpoint by hand.
+"""The live view's HTTP endpoints: the page, the view as JSON, its event stream, and draining.
 
-Lives here: HTTP. Not here: who may ask (gateway/admin/auth.py), what is told (gateway/admin/live_view.py) and when (gateway/admin/live_stream.py).
+Authorization is in auth.py, the content of the view in live_view.py, its schedule in
+live_stream.py.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from gateway.admin.metric_samples import Mark, take
 if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
 
-SLOW_S = 5.0
-"""A watcher that takes nothing for so long is let go; its browser comes back by itself."""
+WRITE_TIMEOUT_S = 5.0
+"""A watcher that accepts no data for this long is disconnected; its browser reconnects."""
 
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = MappingProxyType(
+PAGE_HEADERS = MappingProxyType(
     {
-        "Content-Security-Policy": POLICY,
+        "Content-Security-Policy": CONTENT_POLICY,
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
         "Referrer-Policy": "no-referrer",
@@ -40,7 +41,7 @@ HEADERS = MappingProxyType(
         "Cache-Control": "no-cache",
     }
 )
-STREAM = MappingProxyType(
+STREAM_HEADERS = MappingProxyType(
     {
         "Content-Type": "text/event-stream; charset=utf-8",
         "X-Content-Type-Options": "nosniff",
@@ -52,37 +53,46 @@ FILES: Mapping[str, str] = MappingProxyType(
     {
         "index.html": "text/html",
         "live.css": "text/css",
-        **{f"{name}.js": "text/javascript" for name in ("live", "charts", "dom", "fleet", "flow", "requests")},
+        **{
+            f"{name}.js": "text/javascript"
+            for name in ("live", "charts", "dom", "fleet", "flow", "requests")
+        },
         "uplot.js": "text/javascript",
         "uplot.css": "text/css",
         "uplot.LICENSE": "text/plain",
         "icon.svg": "image/svg+xml",
     }
 )
-"""All there is of the page; no other name is looked for."""
+"""All files of the page; other names are not served."""
 
 
 Note = tuple[Mark, Standing]
-"""What a supervisor makes its view of, one from each worker."""
+"""What a worker sends its supervisor: a sample of its metrics and its status."""
 
 
 def add(target: AdminTarget, server: web.Application) -> None:
-    """GET /, /web/{name}, /live, /live/stream, /live/note; POST /endpoints/{name}/drain and /undrain."""
+    """Add the live view of this process.
+
+    GET   /   /web/{name}   /live   /live/stream   /live/note
+    POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
+    """
 
     async def look(before: Mark | None) -> Note:
         now = monotonic()
         return take(target, now, before), stand(target, now)
 
     async def note(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack")
+        return web.Response(
+            body=msgspec.msgpack.encode(await look(None)), content_type="application/msgpack"
+        )
 
     server.router.add_get("/live/note", note)
-    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drainer(target))
+    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
     add_view(server, look, lambda: target.draining)
 
 
 def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) -> None:
-    """GET /, /web/{name}, /live, /live/stream, of whoever `look` looks at."""
+    """Add GET /, /web/{name}, /live and /live/stream for what `look` samples."""
     hub = Hub(look)
 
     async def noting(_: web.Application) -> AsyncIterator[None]:
@@ -100,7 +110,9 @@ def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) 
         if draining():
             return web.Response(status=503, text="draining\n")
         if not hub.enter():
-            return web.Response(status=503, text="too many watch already\n", headers={"Retry-After": "5"})
+            return web.Response(
+                status=503, text="too many watchers already\n", headers={"Retry-After": "5"}
+            )
         try:
             return await _stream(request, hub, draining)
         finally:
@@ -112,44 +124,49 @@ def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) 
     _add_files(server)
 
 
-async def _stream(request: web.Request, hub: Hub, draining: Callable[[], bool]) -> web.StreamResponse:
-    answer = web.StreamResponse(headers=STREAM)
-    await answer.prepare(request)
+async def _stream(
+    request: web.Request, hub: Hub, draining: Callable[[], bool]
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
     try:
         frame = await hub.frame()
         while not draining():
-            async with asyncio.timeout(SLOW_S):
-                await answer.write(b"data: " + frame + b"\n\n")
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await response.write(b"data: " + frame + b"\n\n")
             frame = await hub.following()
     except (TimeoutError, ConnectionResetError, LookupError):
         if request.transport is not None:
             request.transport.abort()
-    return answer
+    return response
 
 
-def _drainer(target: AdminTarget) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _drain_handler(target: AdminTarget) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def drain(request: web.Request) -> web.Response:
-        name, wanted = request.match_info["name"], request.match_info["what"] == "drain"
-        staying = (
-            live for live in target.gateway.endpoints.all() if not live.leaving
-        )  # one who leaves may share a name
-        found = next((live for live in staying if live.endpoint.name == name), None)
-        if found is None:
+        name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
+        # An endpoint that is being removed may have the same name as its replacement.
+        endpoints = (live for live in target.gateway.endpoints.all() if not live.leaving)
+        match = next((live for live in endpoints if live.endpoint.name == name), None)
+        if match is None:
             return web.json_response(
-                {"result": "nothing", "message": f"no endpoint is called {name!r:.80}"}, status=404
+                {"result": "nothing", "message": f"no endpoint is named {name!r:.80}"}, status=404
             )
-        left = target.gateway.endpoints.drain(found, wanted)
-        return web.json_response({"result": "applied", "endpoint": name, "drained": wanted, "in_flight": left})
+        in_flight = target.gateway.endpoints.drain(match, is_drained)
+        return web.json_response(
+            {"result": "applied", "endpoint": name, "drained": is_drained, "in_flight": in_flight}
+        )
 
     return drain
 
 
 def _add_files(server: web.Application) -> None:
     folder = files("gateway.admin") / "web"
-    kept = {name: (folder / name).read_bytes() for name in FILES}
+    contents = {name: (folder / name).read_bytes() for name in FILES}
 
     def page(name: str) -> web.Response:
-        return web.Response(body=kept[name], content_type=FILES[name], charset="utf-8", headers=HEADERS)
+        return web.Response(
+            body=contents[name], content_type=FILES[name], charset="utf-8", headers=PAGE_HEADERS
+        )
 
     async def index(_: web.Request) -> web.Response:
         return page("index.html")

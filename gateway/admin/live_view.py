@@ -1,8 +1,8 @@
-"""The live view as one plain value: what the page, `penstock top` and a script see. docs/live-page.md names its parts.
+"""The live view as one JSON-compatible value; docs/live-page.md describes its members.
 
-Lives here: which numbers, over which span. Not here: notes and arithmetic (gateway/admin/metric_samples.py), what is told as it stands
-(gateway/admin/fleet_status.py), pairs (gateway/admin/kv_flow.py), words (gateway/admin/diagnosis.py).
-Rates are of the last ten seconds, percentiles and shares of the last minute. What nobody knows is null.
+Rates cover the last ten seconds, percentiles and ratios the last minute; what is unknown is None.
+Samples are in metric_samples.py, the state in fleet_status.py, pairs in kv_flow.py, sentences in
+diagnosis.py.
 """
 
 from __future__ import annotations
@@ -27,26 +27,31 @@ IMPAIRED = 4
 
 
 def view(standing: Standing, marks: Marks, now: Mark) -> dict[str, Any]:
-    """Everything, as of `now`."""
-    soon, minute = marks.before(now.at, RATES_S) or now, marks.before(now.at, SHARES_S) or now
+    """Return the complete view as of the sample `now`."""
+    recent, minute = marks.before(now.at, RATES_S) or now, marks.before(now.at, SHARES_S) or now
     rows = _endpoints(standing, marks, now, minute)
     findings = diagnosis.findings(_minute(standing, now, minute, rows))
-    impaired = {each.endpoint for each in findings if each.grade == "warn"}
+    impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
     return {
         "at": round(time(), 3),
-        "span_s": {"rates": round(now.at - soon.at, 3), "shares": round(now.at - minute.at, 3)},
+        "span_s": {"rates": round(now.at - recent.at, 3), "shares": round(now.at - minute.at, 3)},
         "config": standing.config,
-        "totals": _totals(standing, now, soon, minute),
+        "totals": _totals(standing, now, recent, minute),
         "pools": standing.pools,
-        "endpoints": [row | {"severity": severity(row["state"], row["name"] in impaired)} for row in rows],
-        "flow": flow(standing, now, soon),
-        "why": [_reason(each) for each in diagnosis.shortened(findings)],
+        "endpoints": [
+            row | {"severity": severity(row["state"], row["name"] in impaired)} for row in rows
+        ],
+        "flow": flow(standing, now, recent),
+        "why": [_reason(finding) for finding in diagnosis.shortened(findings)],
         "history": _history(marks.steps(now), now.at),
     }
 
 
 def severity(state: str, is_impaired: bool) -> int:
-    """How broken an endpoint is: 5 out, 4 slow or silent, 3 on trial after it was out, 2 drained, 1 leaving, 0 well."""
+    """Return how impaired an endpoint is, from 0 (healthy) to 5.
+
+    5 out of rotation, 4 slow or silent, 3 on trial after an ejection, 2 drained, 1 leaving.
+    """
     return SEVERITIES.get(state, IMPAIRED if is_impaired else 0)
 
 
@@ -54,17 +59,19 @@ def _reason(reason: diagnosis.Reason) -> dict[str, Any]:
     return {"grade": reason.grade, "text": reason.text, "endpoint": reason.endpoint}
 
 
-def _totals(standing: Standing, now: Mark, soon: Mark, minute: Mark) -> dict[str, Any]:
+def _totals(standing: Standing, now: Mark, recent: Mark, minute: Mark) -> dict[str, Any]:
     ttft_s, tpot_s = standing.promises[standing.standard]
-    answers, per_s = rise(now.answers, soon.answers), rate(now, soon)
-    sent, hit = _believed(now, minute, now.believed)
+    responses, per_s = rise(now.responses, recent.responses), rate(now, recent)
+    sent, hit = _believed(now, minute, now.predicted_tokens)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
-        "requests_per_s": per_s(sum(answers.values())),
-        "errors_per_s": per_s(failed(answers)),
-        "tokens_per_s": per_s(now.tokens - soon.tokens),
-        "shed_per_s": {reason: per_s(count) for reason, count in rise(now.shed, soon.shed).most_common()},
-        "streams": standing.streams,
+        "requests_per_s": per_s(sum(responses.values())),
+        "errors_per_s": per_s(failed(responses)),
+        "tokens_per_s": per_s(now.tokens - recent.tokens),
+        "shed_per_s": {
+            reason: per_s(count) for reason, count in rise(now.shed, recent.shed).most_common()
+        },
+        "streams": standing.active_requests,
         "waiting": sum(pool["waiting"] for pool in standing.pools),
         "goodput": _goodput(standing, now, minute),
         "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
@@ -73,8 +80,8 @@ def _totals(standing: Standing, now: Mark, soon: Mark, minute: Mark) -> dict[str
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
         "since_start": {
-            "requests": int(sum(now.answers.values())),
-            "failed": int(failed(now.answers)),
+            "requests": int(sum(now.responses.values())),
+            "failed": int(failed(now.responses)),
             "refused": int(sum(now.shed.values())),
             "retries": int(sum(now.retries.values())),
         },
@@ -82,13 +89,15 @@ def _totals(standing: Standing, now: Mark, soon: Mark, minute: Mark) -> dict[str
 
 
 def _goodput(standing: Standing, now: Mark, minute: Mark) -> list[dict[str, Any]]:
-    """By service class; a class that had no request is left out."""
-    ended = rise(now.kept, minute.kept)
-    shown = []
+    """Return the SLO outcomes by service class, without classes that had no request."""
+    ended = rise(now.slo_outcomes, minute.slo_outcomes)
+    rows = []
     for name in sorted({key[0] for key in ended}):
-        outcomes = {kept: count for (each, kept), count in ended.items() if each == name}
+        outcomes = {
+            outcome: count for (class_name, outcome), count in ended.items() if class_name == name
+        }
         ttft_s, tpot_s = standing.promises.get(name, (None, None))
-        shown.append(
+        rows.append(
             {
                 "class": name,
                 "ratio": _ratio(outcomes.get("met", 0.0), sum(outcomes.values())),
@@ -97,18 +106,18 @@ def _goodput(standing: Standing, now: Mark, minute: Mark) -> list[dict[str, Any]
                 "tpot_s": tpot_s,
             }
         )
-    return shown
+    return rows
 
 
 def _endpoints(standing: Standing, marks: Marks, now: Mark, minute: Mark) -> list[dict[str, Any]]:
     sparks = _sparks([*marks, now], now.at)
     return [
-        row | _minute_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
+        row | _latency_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
         for row in standing.endpoints
     ]
 
 
-def _minute_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
+def _latency_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
     ttft = grown(now.ttft.get(name, NONE), minute.ttft.get(name, NONE))
     tpot = grown(now.tpot.get(name, NONE), minute.tpot.get(name, NONE))
     sent, hit = _believed(now, minute, (name,))
@@ -123,67 +132,84 @@ def _minute_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
 
 
 def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
-    """Requests in flight, a number for each second of the last minute; what was not noted repeats what was."""
+    """Return the requests in flight of each endpoint, one number per second of the last minute.
+
+    A second without a sample repeats the one before.
+    """
     moments: list[Mark | None] = [None] * SPARK_S
     for mark in marks:
-        at = SPARK_S - 1 - int(now - mark.at)
-        if 0 <= at < SPARK_S:
-            moments[at] = mark
-    found: dict[str, list[int]] = {name: [] for name in marks[-1].in_flight}
-    last: Mark | None = None
+        index = SPARK_S - 1 - int(now - mark.at)
+        if 0 <= index < SPARK_S:
+            moments[index] = mark
+    series: dict[str, list[int]] = {name: [] for name in marks[-1].in_flight}
+    latest: Mark | None = None
     for moment in moments:
-        last = moment or last
-        for name, line in found.items():
-            line.append(0 if last is None else last.in_flight.get(name, 0))
-    return found
+        latest = moment or latest
+        for name, values in series.items():
+            values.append(0 if latest is None else latest.in_flight.get(name, 0))
+    return series
 
 
-def _minute(standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]) -> diagnosis.Minute:
-    ended, decisions = rise(now.kept, minute.kept), rise(now.decisions, minute.decisions)
+def _minute(
+    standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]
+) -> diagnosis.Minute:
+    ended, decisions = (
+        rise(now.slo_outcomes, minute.slo_outcomes),
+        rise(now.split_decisions, minute.split_decisions),
+    )
     missed: dict[str, float] = {}
-    for (_, kept), count in ended.items():
-        missed[kept] = missed.get(kept, 0.0) + count
+    for (_, outcome), count in ended.items():
+        missed[outcome] = missed.get(outcome, 0.0) + count
     return diagnosis.Minute(
         endpoints=endpoints,
         span_s=now.at - minute.at,
         shed=rise(now.shed, minute.shed),
         retries=rise(now.retries, minute.retries),
         missed=missed,
-        promised=sum(missed.values()),
-        computed=rise(now.computed, minute.computed),
-        whole={reason: count for (kind, reason), count in decisions.items() if kind == "whole"},
-        split=sum(count for (kind, _), count in decisions.items() if kind == "split"),
+        slo_requests=sum(missed.values()),
+        computed_tokens=rise(now.computed_tokens, minute.computed_tokens),
+        whole_reasons={
+            reason: count for (kind, reason), count in decisions.items() if kind == "whole"
+        },
+        split_count=sum(count for (kind, _), count in decisions.items() if kind == "split"),
         prices={pool["name"]: pool["price"] for pool in standing.pools},
         waiting={pool["name"]: pool["waiting"] for pool in standing.pools},
-        refused=standing.refused,
+        config_problem=standing.config_problem,
         unlisted=sorted(set(standing.unlisted.values())),
-        shared_problem=None if standing.shared is None else standing.shared["problem"] or None,
+        shared_problem=(standing.shared_state or {}).get("problem") or None,
     )
 
 
 def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]:
-    """Lines for charts; `ago_s` says where on them, in seconds, negative."""
+    """Return the series of the charts; `ago_s` is the time of each point in seconds, negative."""
     return {
-        "ago_s": [round(each.at - now, 2) for each in steps],
-        "requests_per_s": [round(each.requests_per_s, 2) for each in steps],
-        "shed_per_s": [round(each.shed_per_s, 2) for each in steps],
-        "errors_per_s": [round(each.errors_per_s, 2) for each in steps],
-        "tokens_per_s": [round(each.tokens_per_s, 1) for each in steps],
-        "ttft_p95_s": [rounded(each.ttft_p95_s) for each in steps],
+        "ago_s": [round(difference.at - now, 2) for difference in steps],
+        "requests_per_s": [round(difference.requests_per_s, 2) for difference in steps],
+        "shed_per_s": [round(difference.shed_per_s, 2) for difference in steps],
+        "errors_per_s": [round(difference.errors_per_s, 2) for difference in steps],
+        "tokens_per_s": [round(difference.tokens_per_s, 1) for difference in steps],
+        "ttft_p95_s": [rounded(difference.ttft_p95_s) for difference in steps],
     }
 
 
-def _percentiles(now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float) -> dict[str, Any]:
-    counts = merged([grown(found, before.get(name, NONE)) for name, found in now.items()])
-    shown: dict[str, Any] = {f"p{share}_s": rounded(quantile(counts, share / 100)) for share in (50, 95, 99)}
+def _percentiles(
+    now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float
+) -> dict[str, Any]:
+    counts = merged([grown(counts_now, before.get(name, NONE)) for name, counts_now in now.items()])
+    shown: dict[str, Any] = {
+        f"p{share}_s": rounded(quantile(counts, share / 100)) for share in (50, 95, 99)
+    }
     return shown | {"budget_s": budget_s, "count": sum(counts.values())}
 
 
 def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
-    """Prompt tokens sent to these endpoints since then, and those of them believed to be cached."""
+    """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:
-        after, before = now.believed.get(name, (0, 0)), minute.believed.get(name, (0, 0))
+        after, before = (
+            now.predicted_tokens.get(name, (0, 0)),
+            minute.predicted_tokens.get(name, (0, 0)),
+        )
         sent += max(0, after[0] - before[0])
         hit += max(0, after[1] - before[1])
     return sent, hit

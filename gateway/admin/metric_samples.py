@@ -1,7 +1,7 @@
-"""Notes of the meters, a minute of them: what rates, percentiles and sparklines are made of by subtraction.
+"""Samples of the metrics over the last minute, and the arithmetic between two of them.
 
-Lives here: taking a note, keeping notes, and the arithmetic between two. Not here: what is shown of it (gateway/admin/live_view.py).
-A note copies counts and computes nothing; one of 64 endpoints takes 0.1 ms.
+Rates, percentiles and sparklines are differences between samples. A sample copies counters and
+computes nothing. What is shown of it is in live_view.py.
 """
 
 from __future__ import annotations
@@ -20,68 +20,86 @@ from gateway.reload.auto_rollback import is_failure
 if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
 
-KEEP_S = 61.0
+HISTORY_S = 61.0
 SPACING_S = 0.95
 
 Key = TypeVar("Key")
 
 
 class Mark(msgspec.Struct, frozen=True, eq=False):
-    """The meters at one moment (monotonic seconds). Everything is a sum since the start but `in_flight`.
+    """The metrics at one moment (monotonic seconds), most of them sums since the start.
 
-    answers       by status and reason                  kept      by service class and what became of the promise
-    ttft, tpot    sketch counts by endpoint             tokens    output tokens of answers that are over
-    believed      by endpoint: prompt tokens sent there, and those of them believed to be cached
-    engine        prompt tokens of answers that are over, and those of them that engines say were cached
-    computed      prompt tokens computed, by why
-    pairs         handoffs by prefill and decode: served, failed, and prompt tokens whose KV travelled
-    received      bytes of KV by decode endpoint, as its engine says; one that does not say is left out
+    responses         by (status, reason)
+    slo_outcomes      responses by (service class, SLO outcome)
+    upstream_errors   by (endpoint, kind)
+    computed_tokens   prompt tokens computed, by cause
+    split_decisions   by (split or whole, reason)
+    tokens            output tokens of finished responses
+    engine            prompt tokens of finished responses, and those reported as cached
+    ttft, tpot        sketch counts by endpoint
+    in_flight         requests in flight now, by endpoint
+    predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
+    pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
+    received          KV bytes by decode endpoint, if its engine reports them
     """
 
     at: float
-    answers: Mapping[tuple[str, str], float]
+    responses: Mapping[tuple[str, str], float]
     shed: Mapping[str, float]
-    kept: Mapping[tuple[str, str], float]
+    slo_outcomes: Mapping[tuple[str, str], float]
     retries: Mapping[str, float]
-    broke: Mapping[tuple[str, str], float]
-    computed: Mapping[str, float]
-    decisions: Mapping[tuple[str, str], float]
+    upstream_errors: Mapping[tuple[str, str], float]
+    computed_tokens: Mapping[str, float]
+    split_decisions: Mapping[tuple[str, str], float]
     tokens: float
     engine: tuple[float, float]
     ttft: Mapping[str, Counts]
     tpot: Mapping[str, Counts]
     in_flight: Mapping[str, int]
-    believed: Mapping[str, tuple[int, int]]
+    predicted_tokens: Mapping[str, tuple[int, int]]
     pairs: Mapping[tuple[str, str], tuple[int, int, int]]
     received: Mapping[str, int]
 
 
 def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
-    """The meters as they are. Sketches that stand still share their counts with the note before."""
+    """Sample the metrics now.
+
+    A sketch that has not changed shares its counts with the sample `before`, to save memory and
+    work.
+    """
     metrics, gateway = target.metrics, target.gateway
     live = gateway.endpoints.all()
     return Mark(
         at=now,
-        answers=_sums(metrics.requests_total, 1, 2),
-        shed=_by(metrics.shed_total, 0),
-        kept=_sums(metrics.goodput_total, 0, 1),
-        retries=_by(metrics.retries_total, 0),
-        broke=_sums(metrics.upstream_errors_total, 0, 1),
-        computed=_by(metrics.prefill_tokens_total, 0),
-        decisions=_sums(metrics.split_decisions_total, 0, 1),
+        responses=_sum_by_two_labels(metrics.requests_total, 1, 2),
+        shed=_sum_by_label(metrics.shed_total, 0),
+        slo_outcomes=_sum_by_two_labels(metrics.goodput_total, 0, 1),
+        retries=_sum_by_label(metrics.retries_total, 0),
+        upstream_errors=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
+        computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
+        split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
         ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
         tpot=_sketches(metrics.tpot_seconds, before.tpot if before is not None else {}),
-        in_flight={each.endpoint.name: each.load.in_flight for each in live},
-        believed={each.endpoint.name: (each.sent_tokens, each.hit_tokens) for each in live},
-        pairs={names: (pair.served, pair.failed, pair.tokens) for names, pair in gateway.handoffs.pairs.items()},
-        received={each.endpoint.name: told for each in live if (told := each.kv_received_bytes) is not None},
+        in_flight={endpoint.endpoint.name: endpoint.load.in_flight for endpoint in live},
+        predicted_tokens={
+            endpoint.endpoint.name: (endpoint.sent_tokens, endpoint.hit_tokens) for endpoint in live
+        },
+        pairs={
+            names: (pair.served, pair.failed, pair.tokens)
+            for names, pair in gateway.handoffs.pairs.items()
+        },
+        received={
+            endpoint.endpoint.name: received
+            for endpoint in live
+            if (received := endpoint.kv_received_bytes) is not None
+        },
     )
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What happened between two notes: rates a second, and the 95th percentile of times to first token, seconds."""
+    """The difference between two samples: rates per second, and the 95th percentile of TTFT."""
 
     at: float
     requests_per_s: float
@@ -92,27 +110,30 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def step(before: Mark, after: Mark) -> Step:
-    """From one note to a later one."""
-    span_s, answers = after.at - before.at, rise(after.answers, before.answers)
+    """Return the difference from one sample to a later one."""
+    span_s, responses = after.at - before.at, rise(after.responses, before.responses)
     changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
     ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
     return Step(
         at=after.at,
-        requests_per_s=sum(answers.values()) / span_s,
+        requests_per_s=sum(responses.values()) / span_s,
         shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
-        errors_per_s=failed(answers) / span_s,
+        errors_per_s=failed(responses) / span_s,
         tokens_per_s=(after.tokens - before.tokens) / span_s,
         ttft_p95_s=quantile(ttft, 0.95),
     )
 
 
-def failed(answers: Mapping[tuple[str, str], float]) -> float:
-    """How many of these answers, by status and reason, failed."""
-    return sum(count for key, count in answers.items() if is_failure(*key))
+def failed(responses: Mapping[tuple[str, str], float]) -> float:
+    """Return how many of these responses, by (status, reason), failed."""
+    return sum(count for key, count in responses.items() if is_failure(*key))
 
 
 class Marks:
-    """The notes of the last minute, oldest first, a second apart or more, and the steps between. One owner: gateway/admin/live_stream.py."""
+    """The samples of the last minute, oldest first and about a second apart.
+
+    Keeps the differences between them as well.
+    """
 
     def __init__(self) -> None:
         self._ring: deque[Mark] = deque()
@@ -123,58 +144,72 @@ class Marks:
 
     @property
     def newest(self) -> Mark | None:
+        """The newest sample; None before the first."""
         return self._ring[-1] if self._ring else None
 
     def keep(self, mark: Mark) -> None:
-        """One more, unless the last one is as good; those older than a minute go."""
+        """Append a sample, unless the last one is less than SPACING_S old.
+
+        Drops the samples older than a minute.
+        """
         if self._ring and mark.at - self._ring[-1].at < SPACING_S:
             return
         if self._ring:
             self._steps.append(step(self._ring[-1], mark))
         self._ring.append(mark)
-        while mark.at - self._ring[0].at > KEEP_S:
+        while mark.at - self._ring[0].at > HISTORY_S:
             self._ring.popleft()
             self._steps.popleft()
 
     def steps(self, now: Mark) -> list[Step]:
-        """Those between the notes, and the one to `now` if that is half a second or more."""
+        """Return the differences between samples, including one up to `now`.
+
+        That last one is left out if it is shorter than half a second.
+        """
         last = self.newest
         if last is None or now.at - last.at < 0.5:
             return [*self._steps]
         return [*self._steps, step(last, now)]
 
     def before(self, at: float, span_s: float) -> Mark | None:
-        """The youngest note at least `span_s` older than `at`; failing that, the oldest; None: there is none."""
-        old = [mark for mark in self._ring if at - mark.at >= span_s]
-        if old:
-            return old[-1]
+        """Return the newest sample that is at least `span_s` older than `at`.
+
+        Without one, returns the oldest sample; None if there is none before `at`.
+        """
+        older = [mark for mark in self._ring if at - mark.at >= span_s]
+        if older:
+            return older[-1]
         return self._ring[0] if self._ring and self._ring[0].at < at else None
 
 
 def rise(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
-    """How much each has grown; only those that did."""
-    return Counter({key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0})
+    """Return how much each counter has grown, without those that have not."""
+    return Counter(
+        {key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0}
+    )
 
 
 def rate(after: Mark, before: Mark) -> Callable[[float], float]:
-    """What makes rates a second of counts that grew between two notes."""
+    """Return a function from the growth of a counter between two samples to a rate per second."""
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
 
 
-def _by(family: Family[Count], place: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _sum_by_label(family: Family[Count], index: int) -> dict[str, float]:
+    totals: dict[str, float] = {}
     for labels, child in family.children():
-        found[labels[place]] = found.get(labels[place], 0.0) + child.value
-    return found
+        totals[labels[index]] = totals.get(labels[index], 0.0) + child.value
+    return totals
 
 
-def _sums(family: Family[Count], first: int, second: int) -> dict[tuple[str, str], float]:
-    found: dict[tuple[str, str], float] = {}
+def _sum_by_two_labels(
+    family: Family[Count], first: int, second: int
+) -> dict[tuple[str, str], float]:
+    totals: dict[tuple[str, str], float] = {}
     for labels, child in family.children():
         key = labels[first], labels[second]
-        found[key] = found.get(key, 0.0) + child.value
-    return found
+        totals[key] = totals.get(key, 0.0) + child.value
+    return totals
 
 
 def _total(family: Family[Count]) -> float:
@@ -182,9 +217,12 @@ def _total(family: Family[Count]) -> float:
 
 
 def _sketches(family: Family[Histogram], before: Mapping[str, Counts]) -> dict[str, Counts]:
-    """Counts by endpoint, models added up."""
+    """Return the counts by endpoint, summed over models."""
     parts: dict[str, list[Counts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)
-    found = {name: merged(counts) for name, counts in parts.items()}
-    return {name: old if (old := before.get(name)) == counts else counts for name, counts in found.items()}
+    summed = {name: merged(counts) for name, counts in parts.items()}
+    return {
+        name: old if (old := before.get(name)) == counts else counts
+        for name, counts in summed.items()
+    }

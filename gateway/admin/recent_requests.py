@@ -1,7 +1,7 @@
-"""The newest requests that are over, as rows: GET /requests of the admin server, for the page's list.
+"""GET /requests of the admin server: the most recently finished requests, as rows.
 
-Contains: the query, the rows, and the rows of several workers made one list. Not here: which requests are kept, or the
-page of one of them (gateway/telemetry/explain.py). Rows have no prompt, no answer and no header of a client.
+Lives here: the query, the rows, and the merge of several workers' rows. A row contains no prompt,
+no response text and no client header. Which requests are kept is in explain.py.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from gateway.admin.auth import refuse
 from gateway.metrics.quantile_sketch import rounded
 from gateway.telemetry.explain import Ended, Explained
 
-LIMIT, MOST = 50, 200
-SCANNED = 4096
-"""Requests that are looked through for those with a problem, newest first: a millisecond of the loop."""
+LIMIT, MAX_LIMIT = 50, 200
+MAX_SCANNED = 4096
+"""The number of requests searched for problems, newest first; it blocks the loop for 1 ms."""
 
-KEPT_WELL = frozenset({"", "met"})
+GOOD_OUTCOMES = frozenset({"", "met"})
 
 
 class Query(msgspec.Struct, frozen=True):
-    """How many rows, and whether only requests that failed, were refused or missed their SLO."""
+    """The number of rows, and whether to list only requests with a problem.
+
+    A problem is a failure, a rejection, or a missed SLO.
+    """
 
     limit: int = LIMIT
     problems: bool = False
 
     @property
     def path(self) -> str:
-        """The same query of a worker."""
+        """The same query as a request path for a worker."""
         return f"/requests?limit={self.limit}&problems={int(self.problems)}"
 
 
-def add_requests(routes: web.UrlDispatcher, page: Callable[[Query], Awaitable[dict[str, Any]]]) -> None:
-    """GET /requests?limit=N&problems=1, as `page` answers it."""
+def add_requests(
+    routes: web.UrlDispatcher, page: Callable[[Query], Awaitable[dict[str, Any]]]
+) -> None:
+    """Add GET /requests?limit=N&problems=1, answered by `page`."""
 
     async def requests(request: web.Request) -> web.Response:
         try:
@@ -51,34 +56,44 @@ def add_requests(routes: web.UrlDispatcher, page: Callable[[Query], Awaitable[di
 
 
 def read_query(fields: Mapping[str, str]) -> Query:
-    """Raises ValueError."""
+    """Parse the query fields. Raises ValueError."""
     limit, problems = fields.get("limit", str(LIMIT)), fields.get("problems", "0")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MOST):
-        raise ValueError(f"limit is a number from 1 to {MOST}")
+    if not (
+        limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
+    ):
+        raise ValueError(f"limit must be a number from 1 to {MAX_LIMIT}")
     if problems not in ("0", "1"):
-        raise ValueError("problems is 0 or 1")
+        raise ValueError("problems must be 0 or 1")
     return Query(int(limit), problems == "1")
 
 
 def recent(explained: Explained, query: Query) -> dict[str, Any]:
-    """The newest requests first. `size` is how many the gateway keeps (observability.explained)."""
-    newest: Iterable[Ended] = islice(explained.newest_first(), SCANNED)
+    """Return the newest requests first.
+
+    `size` is how many the gateway keeps (observability.explained).
+    """
+    newest: Iterable[Ended] = islice(explained.newest_first(), MAX_SCANNED)
     if query.problems:
         newest = (ended for ended in newest if has_problem(ended))
-    zero = time() - monotonic()
-    return {"size": explained.size, "requests": [_row(ended, zero) for ended in islice(newest, query.limit)]}
+    epoch = time() - monotonic()
+    return {
+        "size": explained.size,
+        "requests": [_row(ended, epoch) for ended in islice(newest, query.limit)],
+    }
 
 
 def has_problem(ended: Ended) -> bool:
-    """Not served to its end, or served outside its SLO."""
-    return ended[0].outcome != "served" or ended[0].kept not in KEPT_WELL
+    """Return whether the request was not served completely, or missed its SLO."""
+    return ended[0].outcome != "served" or ended[0].kept not in GOOD_OUTCOMES
 
 
 def together(pages: Iterable[Mapping[str, Any]], query: Query) -> dict[str, Any]:
-    """The lists of several workers as one."""
-    told = list(pages)
-    rows = sorted((row for page in told for row in page["requests"]), key=_ended_at, reverse=True)
-    return {"size": sum(page["size"] for page in told), "requests": rows[: query.limit]}
+    """Merge the lists of several workers."""
+    rows_by_worker = list(pages)
+    rows = sorted(
+        (row for page in rows_by_worker for row in page["requests"]), key=_ended_at, reverse=True
+    )
+    return {"size": sum(page["size"] for page in rows_by_worker), "requests": rows[: query.limit]}
 
 
 def _ended_at(row: Mapping[str, Any]) -> float:
@@ -86,30 +101,31 @@ def _ended_at(row: Mapping[str, Any]) -> float:
     return at
 
 
-def _row(ended: Ended, zero: float) -> dict[str, Any]:
-    """`at` is when the request began, in Unix time; what is not known is null."""
-    x, usage, events, over_at = ended
-    request = None if x.call is None else x.call.request
+def _row(ended: Ended, epoch: float) -> dict[str, Any]:
+    """Return one row; `at` is the request's start in Unix time, and unknown values are None."""
+    exchange, usage, events, ended_at = ended
+    request = None if exchange.call is None else exchange.call.request
     return {
-        "id": x.id,
-        "proxy_request_id": x.proxy_request_id or None,
-        "trace_id": None if x.trace is None else x.trace.trace_id,
-        "at": round(zero + x.accepted_at, 3),
-        "took_s": round(over_at - x.accepted_at, 4),
-        "tenant": x.tenant or None,
-        "model": x.model or None,
-        "endpoint": None if x.pick is None else x.pick.candidate.endpoint.name,
-        "prefill": None if x.split is None else x.split.prefill or None,
-        "retries": list(x.retries),
-        "status": x.status,
-        "outcome": x.outcome,
-        "reason": x.reason,
+        "id": exchange.id,
+        "proxy_request_id": exchange.proxy_request_id or None,
+        "trace_id": None if exchange.trace is None else exchange.trace.trace_id,
+        "at": round(epoch + exchange.accepted_at, 3),
+        "took_s": round(ended_at - exchange.accepted_at, 4),
+        "tenant": exchange.tenant or None,
+        "model": exchange.model or None,
+        "endpoint": None if exchange.pick is None else exchange.pick.candidate.endpoint.name,
+        "prefill": None if exchange.split is None else exchange.split.prefill or None,
+        "retries": list(exchange.retries),
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "reason": exchange.reason,
         "slo": None if request is None else request.slo.name,
-        "slo_outcome": x.kept or None,
+        "slo_outcome": exchange.kept or None,
         "problem": has_problem(ended),
-        "ttft_s": rounded(x.ttft_s),
-        "tpot_s": rounded(x.tpot_s),
-        "prompt_tokens": usage.prompt_tokens or (None if request is None else request.prompt_tokens),
+        "ttft_s": rounded(exchange.ttft_s),
+        "tpot_s": rounded(exchange.tpot_s),
+        "prompt_tokens": usage.prompt_tokens
+        or (None if request is None else request.prompt_tokens),
         "cached_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens or (max(events - 2, 1) if events else None),
     }

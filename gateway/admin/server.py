@@ -1,6 +1,7 @@
-"""The admin listener: health, readiness, metrics, endpoints and the configuration. Never on the API port.
+"""The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
 
-Not here: who may ask (gateway/admin/auth.py), the pages of the configuration (gateway/admin/config_pages.py) and the live view (gateway/admin/live_pages.py).
+Authorization lives in auth.py, the configuration's pages in config_pages.py, the live view in
+live_pages.py. The admin server has a listener of its own and never shares the API's port.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
 
 
 def application(target: AdminTarget) -> web.Application:
-    """Everything it answers. The configuration's pages change something, and draining an endpoint."""
+    """Return the admin server's application.
+
+    Only the configuration's pages and draining an endpoint change anything.
+    """
     server = web.Application(
-        middlewares=[guard(lambda: target.gateway.snapshot.config)], client_max_size=FILE_CAP_BYTES + 1
+        middlewares=[guard(lambda: target.gateway.snapshot.config)],
+        client_max_size=FILE_CAP_BYTES + 1,
     )
     _add_health(target, server.router)
     _add_state(target, server.router)
@@ -38,33 +43,42 @@ def application(target: AdminTarget) -> web.Application:
 
 
 def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """What machines ask again and again."""
+    """Add the pages that machines poll."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
         reason = obstacle(target.gateway, draining=target.draining)
-        return web.Response(text="ready\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
+        return (
+            web.Response(text="ready\n")
+            if reason is None
+            else web.Response(status=503, text=f"{reason}\n")
+        )
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for reading in target.metrics.readings(_unix_offset() if exemplars else None):
-            page.append(text(reading, exemplars=exemplars))
-            await asyncio.sleep(0)  # tens of milliseconds at 64 endpoints: streams go on in between
+        for family in target.metrics.readings(_unix_offset() if exemplars else None):
+            page.append(text(family, exemplars=exemplars))
+            # A page takes tens of milliseconds at 64 endpoints; let streams continue in between.
+            await asyncio.sleep(0)
         page.append(end(exemplars=exemplars))
-        return web.Response(body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)})
+        return web.Response(
+            body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)}
+        )
 
     async def readings(request: web.Request) -> web.Response:
-        """What a supervisor merges, one from each worker."""
-        found = []
-        for reading in target.metrics.readings(
+        """Return the metric families of this process for its supervisor to merge."""
+        families = []
+        for family in target.metrics.readings(
             _unix_offset() if "exemplars" in request.query else None
         ):
-            found.append(reading)
+            families.append(family)
             await asyncio.sleep(0)
-        return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
+        return web.Response(
+            body=msgspec.msgpack.encode(families), content_type="application/msgpack"
+        )
 
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)
@@ -78,27 +92,35 @@ def _unix_offset() -> float:
 
 
 def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """What operators ask: how things stand, and why."""
+    """Add the pages with the state of endpoints, requests and policies on trial."""
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
-        shown = [_shown(live, now) for live in target.gateway.endpoints.all()]
-        return web.json_response({"endpoints": shown, "splits": _splits(target), "pairs": _pairs(target)})
+        rows = [_endpoint_row(live, now) for live in target.gateway.endpoints.all()]
+        return web.json_response(
+            {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
+        )
 
     async def shadow(_: web.Request) -> web.Response:
-        tried = target.gateway.snapshot.tried.values()
-        return web.json_response({"shadows": [each.shadows.told() for each in tried if each.shadows is not None]})
+        trials = target.gateway.snapshot.tried.values()
+        return web.json_response(
+            {"shadows": [trial.shadows.told() for trial in trials if trial.shadows is not None]}
+        )
 
     async def canary(_: web.Request) -> web.Response:
-        tried = target.gateway.snapshot.tried.values()
-        return web.json_response({"canaries": [each.sides.told() for each in tried if each.sides is not None]})
+        trials = target.gateway.snapshot.tried.values()
+        return web.json_response(
+            {"canaries": [trial.sides.told() for trial in trials if trial.sides is not None]}
+        )
 
     async def explain(request: web.Request) -> web.Response:
-        asked, explained = request.match_info["id"], target.gateway.accounts.explained
-        found = explained.newest() if asked == "last" else explained.find(asked)
-        if found is None:
-            return web.json_response({"message": "no such request among the newest that are over"}, status=404)
-        return web.json_response(found)
+        request_id, explained = request.match_info["id"], target.gateway.accounts.explained
+        page = explained.newest() if request_id == "last" else explained.find(request_id)
+        if page is None:
+            return web.json_response(
+                {"message": "no such request among the most recently finished ones"}, status=404
+            )
+        return web.json_response(page)
 
     async def requests(query: Query) -> dict[str, object]:
         return recent(target.gateway.accounts.explained, query)
@@ -110,7 +132,7 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     routes.add_get("/canary", canary)
 
 
-def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
+def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
     endpoint, load, health = live.endpoint, live.load, live.health
     return {
         "name": endpoint.name,
@@ -146,15 +168,15 @@ def _shown(live: LiveEndpoint, now: float) -> dict[str, object]:
 
 
 def _splits(target: AdminTarget) -> list[dict[str, object]]:
-    """Who may be paired with whom, by model and group of endpoints whose KV fits."""
+    """Return, by model, the groups of prefill and decode endpoints whose KV layouts match."""
     routes = {route.name: route for route in target.gateway.snapshot.routes.values()}
     return [
         {
             "model": name,
             "dialect": route.split.dialect.name,
             "compat": group.compat,
-            "prefill": [each.endpoint.name for each in group.prefills],
-            "decode": [each.endpoint.name for each in group.decodes],
+            "prefill": [live.endpoint.name for live in group.prefills],
+            "decode": [live.endpoint.name for live in group.decodes],
         }
         for name, route in sorted(routes.items())
         if route.split is not None
@@ -163,7 +185,7 @@ def _splits(target: AdminTarget) -> list[dict[str, object]]:
 
 
 def _pairs(target: AdminTarget) -> list[dict[str, object]]:
-    """How handoffs went, for every pair that had one."""
+    """Return the handoff counts and times of every pair of endpoints that has had a handoff."""
     return [
         {
             "prefill": prefill,

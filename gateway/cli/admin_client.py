@@ -1,4 +1,7 @@
-"""The client of a gateway's admin server that commands share: its options, its TLS, and one request at a time."""
+"""The client of a gateway's admin server: command-line options, TLS settings, and requests.
+
+Every command that talks to a running gateway uses it.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,21 @@ KEY_CAP_BYTES = 64 << 10
 
 KeyFile = Annotated[
     Path | None,
-    typer.Option("--key-file", help="File with the admin key; or set PENSTOCK_ADMIN_KEY. Reading needs none."),
+    typer.Option(
+        "--key-file", help="File with the admin key, for changes; or set PENSTOCK_ADMIN_KEY."
+    ),
 ]
 
 
-_LAST = ("key_file", "as_json")
-"""Parameters whose options help shows after those of the admin server."""
+_LAST_OPTIONS = ("key_file", "as_json")
+"""Parameters whose options the help shows after those of the admin server."""
 
 
 class AdminAddress(msgspec.Struct, frozen=True):
-    """Where the admin server is, and the TLS files of an https:// URL. `insecure` accepts any certificate."""
+    """The URL of an admin server, and the TLS files for an https:// URL.
+
+    `insecure` accepts any certificate.
+    """
 
     url: str
     ca: Path | None = None
@@ -44,33 +52,42 @@ class AdminAddress(msgspec.Struct, frozen=True):
 
 
 def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of address() in place of its parameter `admin`."""
+    """Replace a command's parameter `admin` with the options of `admin_address`.
+
+    The wrapped command receives their values as one AdminAddress.
+    """
     options = inspect.signature(address, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)
-    given = signature.parameters
-    before = [each for name, each in given.items() if name not in ("admin", *_LAST)]
-    after = [given[name] for name in _LAST if name in given]
-    own = [*before, *options.values(), *after]
+    own = signature.parameters
+    leading = [
+        parameter for name, parameter in own.items() if name not in ("admin", *_LAST_OPTIONS)
+    ]
+    trailing = [own[name] for name in _LAST_OPTIONS if name in own]
+    combined = [*leading, *options.values(), *trailing]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         chosen = {name: values.pop(name) for name in options}
         command(**values, admin=address(**chosen))
 
-    shown: Any = run
-    shown.__signature__ = signature.replace(parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in own])
-    shown.__annotations__ = {each.name: each.annotation for each in own}
+    wrapper: Any = run
+    wrapper.__signature__ = signature.replace(
+        parameters=[parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in combined]
+    )
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in combined}
     return run
 
 
 def address(
-    admin: Annotated[str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")] = HERE,
+    admin: Annotated[
+        str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")
+    ] = HERE,
     ca: Annotated[
         Path | None,
         typer.Option(
             "--ca",
             envvar="PENSTOCK_ADMIN_CA",
-            help="Authorities that sign its certificate (PEM), with an https:// URL; the system's unless given.",
+            help="CA certificates (PEM) to verify an https:// server; default: the system's.",
         ),
     ] = None,
     cert: Annotated[
@@ -78,59 +95,77 @@ def address(
         typer.Option(
             "--cert",
             envvar="PENSTOCK_ADMIN_CERT",
-            help="Client certificate (PEM), where listeners.admin has client_ca.",
+            help="Client certificate (PEM), if listeners.admin sets client_ca.",
         ),
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option("--key", envvar="PENSTOCK_ADMIN_CERT_KEY", help="Private key of --cert (PEM)."),
+        typer.Option(
+            "--key", envvar="PENSTOCK_ADMIN_CERT_KEY", help="Private key of --cert (PEM)."
+        ),
     ] = None,
     insecure: Annotated[
         bool,
         typer.Option(
             "--insecure",
             envvar="PENSTOCK_ADMIN_INSECURE",
-            help="Accept any certificate; for tests, or on this machine.",
+            help="Do not verify the server's certificate; only for tests or on this machine.",
         ),
     ] = False,
 ) -> AdminAddress:
-    """The options of a command as one value. Raises BadParameter where they contradict each other."""
+    """Return the admin server options of a command as one value.
+
+    Raises BadParameter when they contradict each other.
+    """
     if (cert is None) != (key is None):
-        raise typer.BadParameter("--cert and --key need each other")
+        raise typer.BadParameter("--cert and --key must be given together")
     if _split(admin).scheme == "http" and (ca is not None or cert is not None or insecure):
-        raise typer.BadParameter("--ca, --cert and --insecure need an https:// URL", param_hint="--admin")
+        raise typer.BadParameter(
+            "--ca, --cert and --insecure require an https:// URL", param_hint="--admin"
+        )
     return AdminAddress(admin, ca, cert, key, insecure)
 
 
 class NoAnswerError(Exception):
-    """The admin server did not answer, or refused; the message is a sentence for its operator."""
+    """The admin server did not respond or refused the request; the message is for the operator."""
 
 
 class Server:
-    """An admin server, asked one thing at a time: ask() for commands, which end when it fails, try_ask() for others."""
+    """An HTTP client of one admin server; each request uses a connection of its own.
+
+    Commands call `request`, which ends the command on failure; other callers use `try_request`.
+    """
 
     def __init__(self, admin: AdminAddress, key_file: Path | None) -> None:
         parts = _split(admin.url)
         self._url = admin.url
-        self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        self._host, self._port = (
+            parts.hostname or "",
+            parts.port or (443 if parts.scheme == "https" else 80),
+        )
         self._context = _context(admin) if parts.scheme == "https" else None
         self._key = _key(key_file)
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._context is None:
             return http.client.HTTPConnection(self._host, self._port, timeout=WAIT_S)
-        return http.client.HTTPSConnection(self._host, self._port, timeout=WAIT_S, context=self._context)
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=WAIT_S, context=self._context
+        )
 
     def stream(self, path: str) -> Iterator[Any]:
-        """The JSON of each event of a stream, until it ends or breaks off. Raises NoAnswerError if there is none."""
+        """Yield the JSON of each event of a server-sent stream, until the stream ends or breaks.
+
+        Raises AdminServerError when the server does not start the stream.
+        """
         connection = self._connection()
         try:
             connection.request("GET", path)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                why = answer.read(ANSWER_CAP_BYTES).decode(errors="replace").strip()
-                raise NoAnswerError(f"{self._url} streams nothing now: {why}")
-            while line := answer.readline(ANSWER_CAP_BYTES):
+            response = connection.getresponse()
+            if response.status != 200:
+                reason = response.read(ANSWER_CAP_BYTES).decode(errors="replace").strip()
+                raise NoAnswerError(f"{self._url} does not stream now: {reason}")
+            while line := response.readline(ANSWER_CAP_BYTES):
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
         except (OSError, http.client.HTTPException, ValueError):
@@ -139,42 +174,54 @@ class Server:
             connection.close()
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON of the answer, whatever its status. Ends the command with a sentence when there is none."""
+        """Return the JSON body of the response, whatever its status.
+
+        Prints a message and exits with status 1 when there is no valid response.
+        """
         try:
             return self.try_ask(method, path, body)
         except NoAnswerError as error:
             fail(str(error))
 
     def try_ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The JSON of the answer, whatever its status. Raises NoAnswerError."""
+        """Return the JSON body of the response, whatever its status.
+
+        Raises AdminServerError when there is no valid response, or the server refused the request.
+        """
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         connection = self._connection()
         try:
             connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            told = json.loads(answer.read(ANSWER_CAP_BYTES))
+            response = connection.getresponse()
+            reply = json.loads(response.read(ANSWER_CAP_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            raise NoAnswerError(f"no gateway answers at {self._url}: {error}; {self._advice(error)}") from error
+            raise NoAnswerError(
+                f"cannot reach a gateway at {self._url}: {error}; {self._advice(error)}"
+            ) from error
         except ValueError:
-            told = None
+            reply = None
         finally:
             connection.close()
-        if not isinstance(told, dict) or (answer.status >= 400 and "message" not in told):
-            raise NoAnswerError(f"what answers at {self._url} is no admin server of a gateway (status {answer.status})")
-        if told.get("result") == "refused":
-            raise NoAnswerError(str(told["message"]))
-        return told
+        if not isinstance(reply, dict) or (response.status >= 400 and "message" not in reply):
+            raise NoAnswerError(
+                f"{self._url} is not the admin server of a gateway (status {response.status})"
+            )
+        if reply.get("result") == "refused":
+            raise NoAnswerError(str(reply["message"]))
+        return reply
 
     def _advice(self, error: Exception) -> str:
         if isinstance(error, ssl.SSLCertVerificationError):
-            return "name the authority of its certificate with --ca, or a host of the certificate in --admin"
+            return "give its CA with --ca, or use a host name of its certificate in --admin"
         if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error):
-            return "it wants a client certificate: --cert and --key"
+            return "it requires a client certificate: give --cert and --key"
         if isinstance(error, ssl.SSLError):
-            return "is it an admin server with TLS? Without it the URL begins with http://"
-        if self._context is None and isinstance(error, ConnectionResetError | http.client.RemoteDisconnected):
-            return "if it has TLS, the URL begins with https://"
-        return "is it running, and is --admin its admin server?"
+            return "does the admin server use TLS? If not, the URL begins with http://"
+        if self._context is None and isinstance(
+            error, ConnectionResetError | http.client.RemoteDisconnected
+        ):
+            return "if it uses TLS, the URL begins with https://"
+        return "is it running, and is --admin the URL of its admin server?"
 
 
 def _split(url: str) -> SplitResult:
@@ -185,12 +232,12 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise typer.BadParameter(f"{url!r} is no URL of an admin server; write {HERE}", param_hint="--admin")
+        raise typer.BadParameter(f"{url!r} is not a URL like {HERE}", param_hint="--admin")
     return parts
 
 
 def _context(admin: AdminAddress) -> ssl.SSLContext:
-    """Ends the command when a file cannot be used."""
+    """Return the TLS context; print a message and exit with status 1 when a file is unusable."""
     pair, files = None, {"ca": ("--ca", admin.ca)}
     problems: list[tls.FileProblem] = []
     if admin.certificate is not None and admin.key is not None:
@@ -204,15 +251,15 @@ def _context(admin: AdminAddress) -> ssl.SSLContext:
         if problem.is_error:
             fail(f"{option} {path}: {problem.message}")
         say(f"{option} {path} {problem.message}", style="yellow", err=True)
-    return tls.client_context(tls.ClientSettings(_text(admin.ca), pair, not admin.insecure))
+    return tls.client_context(tls.ClientSettings(_path_text(admin.ca), pair, not admin.insecure))
 
 
-def _text(path: Path | None) -> str | None:
+def _path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
 def _key(file: Path | None) -> str:
-    """The admin key, or nothing. Ends the command when it could not be sent."""
+    """Return the admin key, or "" without one; exit with status 1 when it is unusable."""
     if file is None:
         key = os.environ.get("PENSTOCK_ADMIN_KEY", "")
     else:
@@ -220,7 +267,10 @@ def _key(file: Path | None) -> str:
             with file.open("rb") as handle:
                 key = handle.read(KEY_CAP_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
-            fail(f"{file} cannot be read: {error}")
+            fail(f"cannot read {file}: {error}")
     if key and not (key.isascii() and key.isprintable()):
-        fail(f"the key in {file or 'PENSTOCK_ADMIN_KEY'} cannot be sent in a header: it is not printable ASCII")
+        fail(
+            f"the key in {file or 'PENSTOCK_ADMIN_KEY'} cannot be sent in an HTTP header: "
+            "it is not printable ASCII"
+        )
     return key

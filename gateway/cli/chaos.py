@@ -1,8 +1,8 @@
-"""`penstock chaos`: break a mock TP group on purpose, see what the gateway makes of it, and heal it.
+"""`penstock chaos`: inject faults into mock TP groups and report how the gateway reacts.
 
-Lives here: which faults each word means, and telling what came of it. Not here: what a fault does (mockgpu). Only a
-mock that was started with a door for it can be broken, and only from its own machine: the address comes from the
-endpoint's label `chaos` and must be a loopback one; a real engine has none.
+Lives here: the faults that each action stands for, and the report. What a fault does lives in
+mockgpu. Only a mock with a fault injection server (`--chaos-port`) can be broken, and only from its
+own machine: the address is the endpoint's `chaos` label and must be a loopback address.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from gateway.cli.output import Json, fail, print_json, say
 from gateway.util.units import duration_s
 
 LABEL = "chaos"
-PATIENCE_S, HEALING_S = 10.0, 60.0  # the longer an endpoint is out, the longer until it is asked again
-LOOK_EVERY_S = 0.05
+# Recovery takes longer to show than a failure: the gateway probes an endpoint less often the longer
+# it is out of rotation.
+FAILURE_TIMEOUT_S, RECOVERY_TIMEOUT_S = 10.0, 60.0
+POLL_S = 0.05
 SETTLE_S = 0.6
 ANSWER_CAP_BYTES = 1 << 16
 
 
 class Action(StrEnum):
-    """What can be done to a group."""
+    """An operation on a mock TP group."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -42,13 +44,13 @@ class Action(StrEnum):
 
 
 class Only(StrEnum):
-    """What a slow group is slow at: steps with prompt tokens, or those without."""
+    """The engine steps that a slow group slows down: those with prompt tokens, or those without."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-DONE: Mapping[Action, str] = MappingProxyType(
+ACTION_VERBS: Mapping[Action, str] = MappingProxyType(
     {
         Action.KILL: "killed",
         Action.FREEZE: "froze",
@@ -58,61 +60,94 @@ DONE: Mapping[Action, str] = MappingProxyType(
         Action.RESTORE: "restored",
     }
 )
-UNSEEN = frozenset({Action.SLOW})
-"""What health checks do not see."""
+UNDETECTED = frozenset({Action.SLOW})
+"""Actions that health checks do not detect."""
 
-For = Annotated[str | None, typer.Option("--for", metavar="TIME", help="Heal it by itself after this long, as in 10s.")]
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for", metavar="TIME", help="Remove the fault after this time, for example 10s."
+    ),
+]
 
 
 @with_admin_options
 def chaos(
     admin: AdminAddress,
-    action: Annotated[Action, typer.Argument(help="What to do to it.")],
-    target: Annotated[list[str] | None, typer.Argument(help="Names of endpoints; restore: all unless given.")] = None,
-    factor: Annotated[float, typer.Option("--factor", min=0.01, help="slow: so many times as slow.")] = 10.0,
-    only: Annotated[Only | None, typer.Option("--only", help="slow: at these steps alone.")] = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="lose-rank: which GPU.")] = 0,
-    hang: Annotated[bool, typer.Option("--hang", help="lose-rank: the others wait for it and tell nobody.")] = False,
+    action: Annotated[Action, typer.Argument(help="The fault to inject, or restore.")],
+    target: Annotated[
+        list[str] | None, typer.Argument(help="Endpoint names; default for restore: all.")
+    ] = None,
+    factor: Annotated[
+        float, typer.Option("--factor", min=0.01, help="slow: multiply step times by this.")
+    ] = 10.0,
+    only: Annotated[Only | None, typer.Option("--only", help="slow: only these steps.")] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="lose-rank: the GPU to lose.")] = 0,
+    hang: Annotated[
+        bool, typer.Option("--hang", help="lose-rank: the other ranks hang instead of failing.")
+    ] = False,
     lasting: For = None,
     as_json: Json = False,
 ) -> None:
-    """Break a mock TP group of the demo, see what the gateway makes of it, and heal it."""
+    """Inject a fault into mock TP groups and report how the gateway reacts.
+
+    The action `restore` removes the faults.
+    """
     server = Server(admin, None)
-    fleet = {each["name"]: each for each in server.ask("GET", "/endpoints")["endpoints"]}
-    names = list(target or (name for name in fleet if action is Action.RESTORE and LABEL in fleet[name]["labels"]))
-    if not names and action is Action.RESTORE:
-        fail(
-            f"the gateway has no mock that may be broken: no endpoint has a label {LABEL!r}, as `penstock demo`'s have"
-        )
-    if not names:
-        raise typer.BadParameter("name an endpoint: " + (", ".join(fleet) or "the gateway has none"))
-    spec = _spec(action, _slow(factor, only), rank, hang, None if lasting is None else _lasting_s(lasting))
-    doors = {name: _door(name, fleet) for name in names}
+    fleet = {row["name"]: row for row in server.ask("GET", "/endpoints")["endpoints"]}
+    names = _select_endpoints(action, target, fleet)
+    spec = _fault_spec(
+        action,
+        _slow_fault(factor, only),
+        rank,
+        hang,
+        None if lasting is None else _parse_lasting(lasting),
+    )
+    fault_servers = {name: _fault_server(name, fleet) for name in names}
     before = server.ask("GET", "/live")["totals"]["since_start"]
-    told = [_break(server, name, door, spec, action) for name, door in doors.items()]
-    if action is Action.RESTORE and not target:  # of all, only those that were broken
-        told = [each for each in told if each["before"]]
+    results = [
+        _inject(server, name, address, spec, action) for name, address in fault_servers.items()
+    ]
+    if action is Action.RESTORE and not target:  # report only the groups that had a fault
+        results = [result for result in results if result["before"]]
     if action is not Action.RESTORE:
-        time.sleep(SETTLE_S)  # the live view is made twice a second
+        time.sleep(SETTLE_S)  # the live view is updated twice a second
     after = server.ask("GET", "/live")["totals"]["since_start"]
-    came = {key: after[key] - before[key] for key in ("failed", "retries")}
+    counts = {key: after[key] - before[key] for key in ("failed", "retries")}
     if as_json:
-        print_json({"action": action, "spec": spec, "targets": told, "since": came})
-        return
-    if not told:
-        say("nothing is broken")
-    for each in told:
-        _tell(each, action)
-    if action is not Action.RESTORE and any(came.values()):
-        say(f"{came['retries']} requests were tried again elsewhere, {came['failed']} broke off or failed")
+        print_json({"action": action, "spec": spec, "targets": results, "since": counts})
+    else:
+        _print_results(results, counts, action)
 
 
-def _slow(factor: float, only: Only | None) -> str:
+def _select_endpoints(
+    action: Action, target: list[str] | None, fleet: Mapping[str, Any]
+) -> list[str]:
+    """Return the endpoints to act on; `restore` without names selects all that accept faults."""
+    if target:
+        return target
+    if action is not Action.RESTORE:
+        raise typer.BadParameter(
+            "name an endpoint: " + (", ".join(fleet) or "the gateway has none")
+        )
+    names = [name for name, row in fleet.items() if LABEL in row["labels"]]
+    if not names:
+        fail(
+            f"no endpoint accepts faults: none has the label {LABEL!r}, "
+            "which `penstock demo` gives its mock TP groups"
+        )
+    return names
+
+
+def _slow_fault(factor: float, only: Only | None) -> str:
     return f"slow:x={factor:g}" + (f":{only}" if only is not None else "")
 
 
-def _spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
-    """The faults in mockgpu's grammar. A killed group loses its cache as well, as a process that ends does."""
+def _fault_spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
+    """Return the faults in the grammar of mockgpu.
+
+    A killed group also loses its cache, as a process that ends does.
+    """
     faults = {
         Action.KILL: ("refuse", "lost-rank"),
         Action.FREEZE: ("freeze",),
@@ -125,89 +160,134 @@ def _spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: float | N
     return ",".join(f"{fault}{window}" for fault in faults)
 
 
-def _lasting_s(text: str) -> float:
+def _parse_lasting(text: str) -> float:
     try:
         return duration_s(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--for") from None
 
 
-def _door(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
-    """Where faults of this endpoint may be set. Ends the command when there is no such place."""
+def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the address of the server that sets this endpoint's faults.
+
+    Prints a message and exits when there is none.
+    """
     if name not in fleet:
-        raise typer.BadParameter(f"no endpoint is called {name!r}; there are {', '.join(fleet)}")
-    door = fleet[name]["labels"].get(LABEL)
-    if door is None:
-        fail(f"{name} is no mock that may be broken: it has no label {LABEL!r}, as `penstock demo` gives its own")
-    host, _, port = door.rpartition(":")
+        raise typer.BadParameter(
+            f"no endpoint is named {name!r}; the endpoints are {', '.join(fleet)}"
+        )
+    label = fleet[name]["labels"].get(LABEL)
+    if label is None:
+        fail(
+            f"{name} does not accept faults: it has no label {LABEL!r}, "
+            "which `penstock demo` gives its mock TP groups"
+        )
+    host, _, port = label.rpartition(":")
     try:
         address, number = ip_address(host), int(port)
     except ValueError:
-        fail(f"the label {LABEL!r} of {name} is not ADDRESS:PORT: {door!r}")
+        fail(f"the label {LABEL!r} of {name} is not ADDRESS:PORT: {label!r}")
     if not address.is_loopback:
-        fail(f"the label {LABEL!r} of {name} names another machine, {door}: mocks are broken from their own")
+        fail(
+            f"the label {LABEL!r} of {name} is an address of another machine, {label}; "
+            "run `penstock chaos` on that machine"
+        )
     return str(address), number
 
 
-def _break(server: Server, name: str, door: tuple[str, int], spec: str, action: Action) -> dict[str, Any]:
-    """Set the fault, and wait for the gateway to see it."""
-    url = _find(server, name)["url"]
-    answer = _post(door, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
-    began, wanted = time.monotonic(), action is Action.RESTORE
-    patience_s = HEALING_S if wanted else PATIENCE_S
-    seen: dict[str, Any] = _find(server, name)
-    while action not in UNSEEN and seen["available"] != wanted and time.monotonic() - began < patience_s:
-        time.sleep(LOOK_EVERY_S)
-        seen = _find(server, name)
-    noticed = action not in UNSEEN and seen["available"] == wanted
+def _inject(
+    server: Server, name: str, fault_server: tuple[str, int], spec: str, action: Action
+) -> dict[str, Any]:
+    """Set the fault, and wait until the gateway detects it."""
+    url = _endpoint_row(server, name)["url"]
+    reply = _post(fault_server, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
+    started_at, should_be_available = time.monotonic(), action is Action.RESTORE
+    timeout_s = RECOVERY_TIMEOUT_S if should_be_available else FAILURE_TIMEOUT_S
+    endpoint_state: dict[str, Any] = _endpoint_row(server, name)
+    while (
+        action not in UNDETECTED
+        and endpoint_state["available"] != should_be_available
+        and time.monotonic() - started_at < timeout_s
+    ):
+        time.sleep(POLL_S)
+        endpoint_state = _endpoint_row(server, name)
+    noticed = action not in UNDETECTED and endpoint_state["available"] == should_be_available
     fleet = server.ask("GET", "/endpoints")["endpoints"]
     return {
         "name": name,
         "url": url,
-        "before": answer["before"],
-        "requests": answer["jobs"],
-        "noticed_s": round(time.monotonic() - began, 2) if noticed else None,
-        "state": seen["state"],
-        "cause": seen["cause"],
-        "serving": sum(each["available"] for each in fleet),
+        "before": reply["before"],
+        "requests": reply["jobs"],
+        "noticed_s": round(time.monotonic() - started_at, 2) if noticed else None,
+        "state": endpoint_state["state"],
+        "cause": endpoint_state["cause"],
+        "serving": sum(row["available"] for row in fleet),
         "endpoints": len(fleet),
     }
 
 
-def _find(server: Server, name: str) -> dict[str, Any]:
+def _endpoint_row(server: Server, name: str) -> dict[str, Any]:
     fleet = server.ask("GET", "/endpoints")["endpoints"]
-    found: dict[str, Any] | None = next((each for each in fleet if each["name"] == name), None)
-    if found is None:
-        fail(f"{name} has left the configuration meanwhile")
-    return found
+    match: dict[str, Any] | None = next((row for row in fleet if row["name"] == name), None)
+    if match is None:
+        fail(f"{name} has been removed from the configuration")
+    return match
 
 
-def _post(door: tuple[str, int], path: str, body: Mapping[str, object], name: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(*door, timeout=5.0)
+def _post(
+    fault_server: tuple[str, int], path: str, body: Mapping[str, object], name: str
+) -> dict[str, Any]:
+    connection = http.client.HTTPConnection(*fault_server, timeout=5.0)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        told: dict[str, Any] = json.loads(answer.read(ANSWER_CAP_BYTES))
+        response = connection.getresponse()
+        reply: dict[str, Any] = json.loads(response.read(ANSWER_CAP_BYTES))
     except (OSError, http.client.HTTPException, ValueError) as error:
-        fail(f"nobody sets faults of {name} at {door[0]}:{door[1]}: {error}; was its mock started with --chaos-port?")
+        fail(
+            f"cannot set faults of {name} at {fault_server[0]}:{fault_server[1]}: {error}; "
+            "was its mock started with --chaos-port?"
+        )
     finally:
         connection.close()
-    if answer.status != 200:
-        fail(f"the mock of {name} refused: {told.get('error', answer.status)}")
-    return told
+    if response.status != 200:
+        fail(f"the mock of {name} refused the fault: {reply.get('error', response.status)}")
+    return reply
 
 
-def _tell(each: Mapping[str, Any], action: Action) -> None:
-    there = f"; {each['requests']} requests were there" if action is not Action.RESTORE else ""
-    say(f"{DONE[action]} {each['name']} ({each['url']}){there}", style="yellow" if there else "green")
-    share = f"{each['serving']} of {each['endpoints']} endpoints serve"
-    if action in UNSEEN:
-        say("its health checks go on as before; policies see it in its answers")
-    elif each["noticed_s"] is None and action is Action.RESTORE:
-        say(f"the gateway does not ask it yet (state {each['state']}); {share}")
-    elif each["noticed_s"] is None:
-        say(f"the gateway has not taken it out so far; {share}. An engine that hangs is missed by who waits for it")
+def _print_results(
+    results: list[dict[str, Any]], counts: Mapping[str, int], action: Action
+) -> None:
+    if not results:
+        say("no mock TP group has a fault")
+    for result in results:
+        _print_result(result, action)
+    if action is not Action.RESTORE and any(counts.values()):
+        say(
+            f"{counts['retries']} requests were retried on other endpoints, "
+            f"{counts['failed']} failed"
+        )
+
+
+def _print_result(result: Mapping[str, Any], action: Action) -> None:
+    requests = f"; it had {result['requests']} requests" if action is not Action.RESTORE else ""
+    say(
+        f"{ACTION_VERBS[action]} {result['name']} ({result['url']}){requests}",
+        style="yellow" if requests else "green",
+    )
+    serving = f"{result['serving']} of {result['endpoints']} endpoints serve"
+    if action in UNDETECTED:
+        say("health checks do not detect this; policies see it in the response times")
+    elif result["noticed_s"] is None and action is Action.RESTORE:
+        say(f"the gateway does not route to it yet (state {result['state']}); {serving}")
+    elif result["noticed_s"] is None:
+        say(
+            f"the gateway has not taken it out of rotation so far; {serving}. "
+            "It detects a hanging engine only when a request waits for it"
+        )
     elif action is Action.RESTORE:
-        say(f"the gateway asks it again after {each['noticed_s']:.1f} s; {share}")
+        say(f"the gateway routes to it again after {result['noticed_s']:.1f} s; {serving}")
     else:
-        say(f"the gateway took it out after {each['noticed_s']:.1f} s ({each['cause']}); {share}")
+        say(
+            f"the gateway took it out of rotation after {result['noticed_s']:.1f} s "
+            f"({result['cause']}); {serving}"
+        )

@@ -1,6 +1,6 @@
-"""`penstock drain` and `penstock undrain`: stop and resume routing to an endpoint.
+"""The commands `penstock drain` and `penstock undrain`.
 
-Lives here: the admin requests, and the wait until the endpoint's requests have finished.
+They stop and resume routing to one endpoint of a running gateway through its admin server.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from gateway.cli.output import Json, fail, print_json, say
 POLL_S = 0.5
 
 Endpoint = Annotated[
-    str,
-    typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as `penstock top` shows it."),
+    str, typer.Argument(metavar="ENDPOINT", help="Endpoint name, as in `penstock top`.")
 ]
 
 
@@ -27,17 +26,17 @@ def drain(
     admin: AdminAddress,
     endpoint: Endpoint,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Return when its last request has finished.")
+        bool, typer.Option("--wait", help="Wait until its last request has finished.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Longest wait in seconds.")
+        float, typer.Option("--timeout", min=0, help="Longest time to wait, in seconds.")
     ] = 600.0,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send no new requests to an endpoint. Its running requests finish there.
+    """Stop routing new requests to an endpoint; its current requests finish.
 
-    The drain lasts until undrain, or until the gateway restarts.
+    Lasts until `penstock undrain` or a restart of the gateway.
     """
     server = Server(admin, key_file)
     reply = _change(server, endpoint, "drain")
@@ -46,9 +45,9 @@ def drain(
     if as_json:
         print_json(reply)
     else:
-        say(f"{endpoint} is drained; {reply['in_flight']} requests in flight there")
+        say(f"{endpoint} is drained; {reply['in_flight']} requests in flight")
     if wait and reply["in_flight"]:
-        fail(f"{endpoint} still serves {reply['in_flight']} requests after {timeout:g} s")
+        fail(f"{endpoint} still has {reply['in_flight']} requests in flight after {timeout:g} s")
 
 
 @with_admin_options
@@ -58,28 +57,33 @@ def undrain(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Send requests to an endpoint again."""
+    """Resume routing requests to a drained endpoint."""
     reply = _change(Server(admin, key_file), endpoint, "undrain")
     if as_json:
         print_json(reply)
     else:
-        say(f"{endpoint} gets requests again")
+        say(f"{endpoint} receives requests again")
 
 
 def _change(server: Server, endpoint: str, action: str) -> dict[str, Any]:
     path = f"/endpoints/{quote(endpoint, safe='')}/{action}"
     reply: dict[str, Any] = server.ask("POST", path)
     if reply["result"] != "applied":
-        known = sorted(row["name"] for row in server.ask("GET", "/endpoints")["endpoints"])
-        fail(f"{reply['message']}; the endpoints are {', '.join(known)}")
+        names = ", ".join(
+            sorted(row["name"] for row in server.ask("GET", "/endpoints")["endpoints"])
+        )
+        fail(f"{reply['message']}; the endpoints are {names}")
     return reply
 
 
 def _wait_until_idle(server: Server, endpoint: str, deadline: float) -> int:
-    """Wait until the endpoint has finished this gateway's requests; return how many are left."""
+    """Wait until this gateway has no request in flight at the endpoint.
+
+    Returns the number of requests left at the deadline, or 0.
+    """
     while True:
-        rows = server.ask("GET", "/endpoints")["endpoints"]
-        left: int = sum(row["in_flight"] for row in rows if row["name"] == endpoint)
-        if not left or time.monotonic() >= deadline:
-            return left
+        endpoints = server.ask("GET", "/endpoints")["endpoints"]
+        in_flight: int = sum(row["in_flight"] for row in endpoints if row["name"] == endpoint)
+        if not in_flight or time.monotonic() >= deadline:
+            return in_flight
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""`penstock explain`: why a request went where it went, from GET /explain of a running gateway, for people.
+"""`penstock explain`: print why a request was routed as it was.
 
-Lives here: what is printed. Not here: what is known (gateway/telemetry/explain.py).
+The data is GET /explain of a running gateway (explain.py); this module only formats it.
 """
 
 from __future__ import annotations
@@ -17,77 +17,101 @@ from gateway.cli.admin_client import AdminAddress, Server, with_admin_options
 from gateway.cli.output import Json, fail, print_json, say
 
 NEWEST = "last"
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 
 @with_admin_options
 def explain(
     admin: AdminAddress,
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="What x-request-id of its answer says; the newest unless given.")
+        str,
+        typer.Argument(
+            metavar="ID", help="The x-request-id of its response; default: the newest request."
+        ),
     ] = NEWEST,
     as_json: Json = False,
 ) -> None:
-    """Why a request went where it went: its promise, who was considered, what it cost, and how it came out."""
-    told = Server(admin, None).ask("GET", f"/explain/{quote(request_id, safe='')}")
-    if "id" not in told:
-        fail(f"{request_id}: {told.get('message', 'not known')}")
+    """Explain how a request was routed: SLO, candidates with their scores, and outcome."""
+    reply = Server(admin, None).ask("GET", f"/explain/{quote(request_id, safe='')}")
+    if "id" not in reply:
+        fail(f"{request_id}: {reply.get('message', 'not known')}")
     if as_json:
-        print_json(told)
+        print_json(reply)
         return
-    for line in lines(told):
+    for line in lines(reply):
         say(line)
-    if told["pick"] is not None:
-        Console(highlight=False).print(_table(told["pick"]))
+    if reply["pick"] is not None:
+        Console(highlight=False).print(_table(reply["pick"]))
 
 
-def lines(told: Mapping[str, Any]) -> Iterator[str]:
-    """The page of a request as an operator reads it, without its candidates."""
-    yield f"{told['id']}: {told['model']}, {told['status']} {told['outcome']}{_of(told['tenant'])}"
-    if "slo" in told:
-        slo = told["slo"]
-        yield f"  asked     {told['prompt_tokens']} prompt tokens, {told['output_tokens']} expected of the answer"
-        budgets = f"first token within {slo['ttft_s']:g} s, then {slo['tpot_s'] * 1000:g} ms a token"
-        yield f"  promised  {slo['name']}: {budgets}"
-    admission = told["admission"]
+def lines(reply: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the explanation of one request line by line, without the table of candidates."""
+    tenant = _tenant_suffix(reply["tenant"])
+    yield f"{reply['id']}: {reply['model']}, {reply['status']} {reply['outcome']}{tenant}"
+    if "slo" in reply:
+        slo = reply["slo"]
+        yield (
+            f"  request   {reply['prompt_tokens']} prompt tokens, "
+            f"{reply['output_tokens']} output tokens expected"
+        )
+        limits = (
+            f"first token within {slo['ttft_s']:g} s, then {slo['tpot_s'] * 1000:g} ms per token"
+        )
+        yield f"  SLO       {slo['name']}: {limits}"
+    admission = reply["admission"]
     if admission["verdict"] == "admitted":
-        waited = f"after {_ms(admission['waited_s'])}" if admission["waited_s"] >= 0.001 else "at once"
+        waited = (
+            f"after {_ms(admission['waited_s'])}" if admission["waited_s"] >= 0.001 else "at once"
+        )
         yield f"  admitted  {waited}"
     else:
-        yield f"  refused   {admission['reason'] or ''}: {admission['detail']}"
-    if told["pick"] is not None:
-        yield from _picked(told)
-    yield from _outcome(told)
+        yield f"  rejected  {admission['reason'] or ''}: {admission['detail']}"
+    if reply["pick"] is not None:
+        yield from _pick_lines(reply)
+    yield from _outcome_lines(reply)
 
 
-def _picked(told: Mapping[str, Any]) -> Iterator[str]:
-    pick = told["pick"]
+def _pick_lines(reply: Mapping[str, Any]) -> Iterator[str]:
+    pick = reply["pick"]
     others = len(pick["candidates"])
     yield f"  picked    {pick['endpoint']} of {others} by {pick['policy']}" + (
         f"; next best {pick['runner_up']}" if pick["runner_up"] else ""
     )
-    if told["split"] is not None and told["split"]["prefill"]:
-        yield f"  split     prefilled by {told['split']['prefill']} ({told['split']['reason'].replace('_', ' ')})"
-    elif told["split"] is not None:
-        yield f"  whole     {told['split']['reason'].replace('_', ' ')}"
-    if told["retries"]:
-        yield f"  retried   after {', '.join(told['retries'])} failed"
+    if reply["split"] is not None and reply["split"]["prefill"]:
+        reason = reply["split"]["reason"].replace("_", " ")
+        yield f"  split     prefilled by {reply['split']['prefill']} ({reason})"
+    elif reply["split"] is not None:
+        yield f"  whole     {reply['split']['reason'].replace('_', ' ')}"
+    if reply["retries"]:
+        yield f"  retried   after {', '.join(reply['retries'])} failed"
 
 
-def _outcome(told: Mapping[str, Any]) -> Iterator[str]:
-    actual, predicted = told["actual"], told["predicted"]
+def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
+    actual, predicted = reply["actual"], reply["predicted"]
     if actual["ttft_s"] is not None:
-        guess = "" if predicted["ttft_s"] is None else f" (predicted {_ms(predicted['ttft_s'])} from the pick)"
-        pace = "" if actual["tpot_s"] is None else f", {_ms(actual['tpot_s'])} a token"
-        foreseen = "" if predicted["tpot_s"] is None or not pace else f" (predicted {_ms(predicted['tpot_s'])})"
-        yield f"  came      first token after {_ms(actual['ttft_s'])}{guess}{pace}{foreseen}"
-    if told["kept"]:
-        yield f"  promise   {told['kept'].replace('_', ' ')}"
+        predicted_ttft = (
+            ""
+            if predicted["ttft_s"] is None
+            else f" (predicted {_ms(predicted['ttft_s'])} at the pick)"
+        )
+        pace = "" if actual["tpot_s"] is None else f", {_ms(actual['tpot_s'])} per token"
+        predicted_tpot = (
+            ""
+            if predicted["tpot_s"] is None or not pace
+            else f" (predicted {_ms(predicted['tpot_s'])})"
+        )
+        ttft = f"{_ms(actual['ttft_s'])}{predicted_ttft}"
+        yield f"  served    first token after {ttft}{pace}{predicted_tpot}"
+    if reply["kept"]:
+        yield f"  result    SLO {reply['kept'].replace('_', ' ')}"
 
 
 def _table(pick: Mapping[str, Any]) -> Table:
-    """The candidates, best first, with the parts of the score where the policy tells them."""
-    rows = pick["candidates"][:MOST_ROWS]
+    """Return the table of candidates, best first.
+
+    It has a column for each term of the scores, where the policy reports terms.
+    """
+    rows = pick["candidates"][:MAX_ROWS]
     parts = sorted({name for row in rows for name in row.get("terms", {})})
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("  candidate")
@@ -109,5 +133,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _of(tenant: str) -> str:
+def _tenant_suffix(tenant: str) -> str:
     return f", tenant {tenant}" if tenant else ""

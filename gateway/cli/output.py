@@ -1,4 +1,4 @@
-"""What all commands have in common: the options that several take, and how they print. Light to import."""
+"""Options and output helpers that several commands share; light to import."""
 
 from __future__ import annotations
 
@@ -14,25 +14,34 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command."""
+    """Print an error message in red on stderr and exit with status 1."""
     say(message, style="red", err=True)
     raise typer.Exit(1)
 
 
 def shown(text: str) -> str:
-    """As a terminal may be given it: an engine's words could hold escape sequences."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+    """Escape every unprintable character except newlines.
+
+    Text from an engine or a client could otherwise send escape sequences to the terminal.
+    """
+    return "".join(
+        character if character.isprintable() or character == "\n" else repr(character)[1:-1]
+        for character in text
+    )
 
 
 def say(text: str, *, style: str | None = None, err: bool = False) -> None:
-    """One plain line, coloured on a terminal unless NO_COLOR is set."""
-    Console(stderr=err, highlight=False).print(shown(text), style=style, markup=False, soft_wrap=True)
+    """Print one line of plain text; `style` applies only on a terminal without NO_COLOR."""
+    Console(stderr=err, highlight=False).print(
+        shown(text), style=style, markup=False, soft_wrap=True
+    )
 
 
 def all_letters() -> bool:
-    """Whether stdout takes every letter."""
+    """Return whether stdout can encode every character (a UTF encoding)."""
     return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 def print_json(value: object) -> None:
+    """Print the value as indented JSON, ASCII-only where stdout cannot encode more."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=not all_letters()))

@@ -1,4 +1,4 @@
-"""Listening sockets: bound here, or given by systemd (LISTEN_FDS) or by the process that this one replaces."""
+"""Listening sockets: bound here, or inherited from systemd (LISTEN_FDS) or the previous process."""
 
 from __future__ import annotations
 
@@ -19,77 +19,103 @@ EMPTY: Sockets = MappingProxyType({})
 
 
 class ActivationError(Exception):
-    """What systemd gave cannot be used; the message is for the operator."""
+    """The sockets from systemd cannot be used; the message is for the operator."""
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> tuple[socket.socket, ...]:
-    """Listen on every address of `host`. With port 0 they share the port of the first. Raise OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    """Listen on every address of `host`. Raises OSError.
+
+    With port 0, all of them share the port that the first one got.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
             if not port and bound:
                 address = (address[0], bound[0].getsockname()[1], *address[2:])
-            made = socket.socket(family, kind, protocol)
-            bound.append(made)
-            _listen(made, address, reuse_port)
+            listener = socket.socket(family, kind, protocol)
+            bound.append(listener)
+            _listen(listener, address, reuse_port)
     except OSError:
-        for made in bound:
-            made.close()
+        for listener in bound:
+            listener.close()
         raise
     return tuple(bound)
 
 
-def _listen(made: socket.socket, address: tuple[object, ...], reuse_port: bool) -> None:
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listen(listener: socket.socket, address: tuple[object, ...], reuse_port: bool) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if made.family == socket.AF_INET6:
-        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    made.setblocking(False)
-    made.bind(address)
-    made.listen(BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    listener.setblocking(False)
+    listener.bind(address)
+    listener.listen(BACKLOG)
 
 
 def bound_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
-    """Limit what the kernel keeps for each connection accepted from now on: bytes that its client has not acknowledged.
+    """Limit the kernel memory per accepted connection for unacknowledged bytes.
 
-    Without a limit the kernel keeps 3.8 MiB for a client that never reads. A quarter may wait to be sent: that is all
-    that such a client can fill as long as it acknowledges what it was sent.
+    Without a limit, the kernel keeps 3.8 MiB for a client that never reads. A quarter of the limit
+    may wait to be sent; a client that acknowledges what it receives can fill no more than that.
     """
-    for each in listening:
-        if each.fileno() >= 0:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, memory_bytes // 2)  # the kernel doubles it
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, memory_bytes // 4)
+    for listener in listening:
+        if listener.fileno() >= 0:
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, memory_bytes // 2
+            )  # the kernel doubles it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, memory_bytes // 4)
 
 
 def from_systemd(env: MutableMapping[str, str]) -> Sockets:
-    """The sockets that systemd opened for this process, by name; none if it opened none.
+    """Return the sockets that systemd opened for this process, by name; none if it opened none.
 
-    Names api and admin in LISTEN_FDNAMES decide; with any other names the order does: API first, then admin. The
-    variables are removed, so that no child takes them for its own. Raise ActivationError.
+    If LISTEN_FDNAMES uses only the names api and admin, they decide; otherwise the order does:
+    first API, then admin. The variables are removed so that child processes do not use them. Raises
+    ActivationError.
     """
     pid, count, names = (env.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
     if pid != str(os.getpid()) or not count.isdigit():
         return {}
-    given = [_adopted(FIRST_FD + number) for number in range(int(count))]
-    called = names.split(":")
-    if len(called) == len(given) and set(called) <= set(NAMES):
-        return {name: tuple(each for each, own in zip(given, called, strict=True) if own == name) for name in called}
-    if len(given) > len(NAMES):
-        raise ActivationError(f"{len(given)} sockets were given; name each of them api or admin (FileDescriptorName=)")
-    return {name: (each,) for name, each in zip(NAMES, given, strict=False)}
+    inherited = [_adopt(FIRST_FD + number) for number in range(int(count))]
+    names_given = names.split(":")
+    if len(names_given) == len(inherited) and set(names_given) <= set(NAMES):
+        return {
+            name: tuple(
+                listener
+                for listener, own in zip(inherited, names_given, strict=True)
+                if own == name
+            )
+            for name in names_given
+        }
+    if len(inherited) > len(NAMES):
+        raise ActivationError(
+            f"there are {len(inherited)} sockets; "
+            "name each of them api or admin with FileDescriptorName="
+        )
+    return {name: (listener,) for name, listener in zip(NAMES, inherited, strict=False)}
 
 
-def _adopted(fd: int) -> socket.socket:
-    """The socket behind an inherited descriptor. Raise ActivationError if no gateway can listen on it."""
+def _adopt(fd: int) -> socket.socket:
+    """Return the socket of an inherited descriptor.
+
+    Raises ActivationError unless it is a listening TCP socket.
+    """
     os.set_inheritable(fd, False)
     try:
-        given = socket.socket(fileno=fd)
-        listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        listener = socket.socket(fileno=fd)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ActivationError(f"descriptor {fd} is no socket: {error.strerror}") from None
-    if not listens or given.type != socket.SOCK_STREAM or given.family not in (socket.AF_INET, socket.AF_INET6):
-        raise ActivationError(f"descriptor {fd} is no listening TCP socket (ListenStream= with a port, Accept=no)")
-    given.setblocking(False)
-    return given
+        raise ActivationError(f"descriptor {fd} is not a socket: {error.strerror}") from None
+    if (
+        not listens
+        or listener.type != socket.SOCK_STREAM
+        or listener.family not in (socket.AF_INET, socket.AF_INET6)
+    ):
+        raise ActivationError(
+            f"descriptor {fd} is not a listening TCP socket; "
+            "set ListenStream= to a port and Accept=no"
+        )
+    listener.setblocking(False)
+    return listener

@@ -1,4 +1,7 @@
-"""The gateway as the admin server's pages read it: a Protocol, so that they do not import the app."""
+"""The gateway as seen by the admin server's pages.
+
+A Protocol, so that the pages do not import the application.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdminTarget(Protocol):
-    """One running gateway process. `gateway/app.py` implements it."""
+    """One running gateway process; `gateway/app.py` implements it."""
 
     draining: bool
 
@@ -29,4 +32,4 @@ class AdminTarget(Protocol):
     def swap(self) -> Swap: ...
 
     def shared_state(self) -> dict[str, object] | None:
-        """The state of the exchange with other gateways; None without one."""
+        """Return the state of the exchange with other gateways; None without one."""

@@ -8,7 +8,7 @@ and the body is re-encoded only if it changes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from enum import StrEnum
 from typing import Protocol
 
@@ -234,9 +234,7 @@ def parse(
     if model.context_tokens is not None:
         _check_context(longest, output_tokens or 0, model.context_tokens)
     if ids is None:
-        estimated = ids = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
-        if caller.prompts is not None and caller.prompts.ratios:
-            ids = caller.prompts.corrected(served, media > 0, estimated)
+        estimated, ids = _estimate(prompt, caller, served, media)
     choices, prompts = (1, 1) if MULTIPLE.isdisjoint(numbers) else counted(numbers, model.sequences)
     wish, arrived_s = caller.wish, caller.arrived_s
     slo = model.slo if wish.usual else wish.of(model.slo)
@@ -260,6 +258,16 @@ def parse(
     if internal or requested != served or XARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+
+
+def _estimate(
+    prompt: Sequence[msgspec.Raw], caller: Caller, served: str, media: int
+) -> tuple[int, int]:
+    """Return the tokens of a prompt by its bytes, and the same corrected by engines' counts."""
+    estimated = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
+    if caller.prompts is None or not caller.prompts.ratios:
+        return estimated, estimated
+    return estimated, caller.prompts.corrected(served, media > 0, estimated)
 
 
 def _salt(

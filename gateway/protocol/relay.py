@@ -13,7 +13,6 @@ from enum import Enum, auto
 
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.errors import Failure, event_of
-from gateway.protocol.event_template import GUESSES, Likeness, likeness
 from gateway.protocol.response_framing import (
     LAST_CHUNK,
     MAX_HEAD,
@@ -100,10 +99,8 @@ class Relay:
         "_done",
         "_finish",
         "_finished",
-        "_guesses",
         "_held",
         "_last",
-        "_like",
         "_pending",
         "_reason",
         "_reason_marker",
@@ -183,9 +180,6 @@ class Relay:
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
-        if self._like is not None and not self._carry and self._like.fits(data):
-            self._pass(self._like, data, now)
-            return data
         if self.gaps is not None and self._sse and self.first_token_at is not None:
             self.gaps.observe(now - (self.last_at or now))
         self.last_at = now
@@ -199,8 +193,6 @@ class Relay:
         if self._sse:
             if payload:
                 self._scan_events(payload, now)
-                if self._guesses and self._last is payload and self.first_token_at is not None:
-                    self._guess(data, payload)
         elif payload:
             self._scan_plain(payload, now)
         if self._rebuild:
@@ -310,20 +302,16 @@ class Relay:
         self.head = head
         # Only a response that does not arrive whole in one read needs these fields.
         self._done = self._torn = False
-        self._refusal_bytes = self._guesses = 0
+        self._refusal_bytes = 0
         self._carry: bytes = b""  # the partial event at the end of the last payload
         self._last: bytes = b""  # the newest payload, including the event it began in
         self._held: bytes = b""  # a partial chunk size line that has not been forwarded yet
         self._finished: frozenset[int] = frozenset()  # indices of finished choices if several
-        self._like: Likeness | None = None
         self._rebuild: bool = self.http_1_0 or self.renamer is not None
         self._body = body_for(head)
         self._sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
             self._rebuild = True  # otherwise an error event could not be added
-        # A rebuilt event differs from what came in, so it cannot be compared with it.
-        if not self._rebuild and self.gaps is None:
-            self._guesses = GUESSES
         self.status, self.refused = head.status, not 200 <= head.status < 300
         self.state = REFUSED if self.refused else HELD
 
@@ -436,21 +424,9 @@ class Relay:
         if not self._done:  # anything after [DONE] is not part of the response
             self._last = window
             if window.find(LAST_WORD) >= 0 and told_all(window):
-                self._done, self._like, self._guesses = True, None, 0
+                self._done = True
         if not window.endswith(ENDS):
             self._carry = window[last_end(window) :][-CARRY_LIMIT:]
-
-    def _pass(self, like: Likeness, data: bytes, now: float) -> None:
-        self.last_at = now
-        self.events += 1
-        self.bytes_out += len(data)
-        self._last = like.event
-        if like.counts:
-            self._usage = like.event
-
-    def _guess(self, data: bytes, payload: bytes) -> None:
-        self._guesses -= 1
-        self._like = likeness(self._body, data, payload) or self._like
 
     def _resume_event(self, payload: bytes) -> bytes:
         """Prepend the partial event, which was counted when its beginning was scanned."""

@@ -1,5 +1,6 @@
-"""Restart without refusing: listening sockets and learned state pass from one gateway process to the next.
+"""Restart without refusing connections: hand sockets and learned state to the next process.
 
-gateway/http/listener_sockets.py and notify.py speak systemd's protocols; successor.py is the old process's side of a restart, predecessor.py
-the new one's; channel.py carries messages between both; learned_state.py says what is worth handing over.
+sockets.py and notify.py implement systemd's protocols; successor.py is the old process's side of a
+restart, predecessor.py the new one's; channel.py carries messages between them; learned_state.py
+converts the state to messages and back.
 """

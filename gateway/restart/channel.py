@@ -1,7 +1,8 @@
-"""The private channel between a process and its successor: a socket pair, messages with their length before them.
+"""The channel between a process and its successor: a socket pair with length-prefixed messages.
 
-The first message alone carries descriptors and has to be understood by every version: a list whose first item is the
-version of the rest. A process that does not know that version takes the sockets and starts without learned state.
+Only the first message carries descriptors, and every version must understand it: a list that starts
+with the protocol version. A process that does not know the version takes the sockets and starts
+without learned state.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from policies.saved_state import (
 VERSION = 1
 ENVIRONMENT = "PENSTOCK_PREDECESSOR_FD"
 LENGTH = Struct("<I")
-CAP_BYTES = 4 << 20  # of one message
+CAP_BYTES = 4 << 20  # per message
 OFFER_BYTES = 64 << 10
-MOST_SOCKETS = 16
+MAX_SOCKETS = 16
 
 Place = tuple[str, str]
-"""An endpoint: its pool and its URL. Slots differ between processes."""
+"""The pool and URL of an endpoint; slot numbers differ between processes."""
 
 
 class BoundTo(msgspec.Struct, frozen=True, array_like=True):
-    """Whose a listening socket is: a listener's name, and its host and port as configured. `activated`: systemd opened
-    it, so the configuration does not decide where it listens."""
+    """The listener that a socket belongs to: its name, and the host and port as configured.
+
+    With `activated`, systemd opened the socket, so the configuration does not decide where it
+    listens.
+    """
 
     name: str
     host: str
@@ -45,7 +49,7 @@ class BoundTo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """The first message. `sockets` describes the descriptors that come with it, in order."""
+    """The first message; `sockets` describes the descriptors that come with it, in order."""
 
     version: int
     pid: int
@@ -55,12 +59,14 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateWanted(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The successor is built and has looked at its engines: it wants the learned state now, or none at all."""
+    """The successor has probed its engines and requests the learned state now, or none at all."""
 
     warm: bool
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
+    """The health, drain state, latency model and prefix statistics of one endpoint."""
+
     place: Place
     slot: int
     health: Health
@@ -71,27 +77,33 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class Slots(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """Which slot of the blocks to come is whose."""
+    """Maps the slot numbers of the following index blocks to endpoints."""
 
     places: list[tuple[int, Place]]
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
+    """The admission state of one pool."""
+
     pool: str
     admission: AdmissionState
 
 
 class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
+    """The quota usage of one tenant."""
+
     tenant: str
     quota: QuotaState
 
 
 class Lengths(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
+    """The output lengths that have been observed, by kind of request."""
+
     rows: list[LengthState]
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """All learned state was sent."""
+    """All learned state has been sent."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -99,13 +111,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Booked(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """What the predecessor still has at the endpoints; nothing where it says nothing."""
+    """The predecessor's remaining work at the endpoints; none at those that are not listed."""
 
     shares: list[tuple[Place, Share]]
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The successor was asked to stop: the predecessor has to end within timeouts.shutdown as well."""
+    """The successor is stopping, so the predecessor must end within timeouts.shutdown as well."""
 
 
 State = Slots | Blocks | EndpointState | PoolState | TenantState | Lengths
@@ -114,55 +126,59 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelError(Exception):
-    """The other process ended, or said what cannot be understood."""
+    """The other process has ended, or sent an invalid message."""
 
 
 def pack(message: Message | Offer) -> bytes:
+    """Encode a message with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
-    """The next message. Raise ChannelError."""
+    """Read the next message. Raises ChannelError."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > CAP_BYTES:
-            raise ChannelError(f"a message of {length} bytes is longer than {CAP_BYTES}")
+            raise ChannelError(f"a message of {length} bytes exceeds the limit of {CAP_BYTES}")
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
         raise ChannelError("the channel is closed") from None
     except msgspec.DecodeError as error:
-        raise ChannelError(f"a message cannot be understood: {error}") from None
+        raise ChannelError(f"a message is invalid: {error}") from None
     return message
 
 
 def send_offer(channel: socket.socket, offer: Offer, sockets: list[socket.socket]) -> None:
-    """Send the first message with its descriptors. Raise OSError."""
+    """Send the first message with its descriptors. Raises OSError."""
     data = pack(offer)
-    sent = socket.send_fds(channel, [data], [each.fileno() for each in sockets])
+    sent = socket.send_fds(channel, [data], [listener.fileno() for listener in sockets])
     channel.sendall(data[sent:])
 
 
 def receive_offer(channel: socket.socket) -> tuple[Offer, list[socket.socket]]:
-    """Wait for the first message. Raise ChannelError; the descriptors that came are closed then."""
+    """Wait for the first message and return it with its sockets.
+
+    Raises ChannelError, after closing any received descriptors.
+    """
     sockets: list[socket.socket] = []
     try:
         data = b""
         while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-            more, fds, _, _ = socket.recv_fds(channel, OFFER_BYTES, MOST_SOCKETS)
+            chunk, fds, _, _ = socket.recv_fds(channel, OFFER_BYTES, MAX_SOCKETS)
             sockets += [socket.socket(fileno=fd) for fd in fds]
-            data += more
-            if not more or len(data) > OFFER_BYTES:
-                raise ChannelError("the predecessor made no offer")
+            data += chunk
+            if not chunk or len(data) > OFFER_BYTES:
+                raise ChannelError("the predecessor sent no valid offer")
         return _offer(data[LENGTH.size :]), sockets
     except (OSError, msgspec.DecodeError) as error:
-        for each in sockets:
-            each.close()
+        for received in sockets:
+            received.close()
         raise ChannelError(str(error)) from None
 
 
 def _offer(body: bytes) -> Offer:
-    """Of another version, only what all versions have in common."""
+    """Decode an offer; of another version, only the members that all versions share."""
     version, pid, sockets, *_ = msgspec.msgpack.decode(body, type=list)
     if version == VERSION:
         return msgspec.msgpack.decode(body, type=Offer)

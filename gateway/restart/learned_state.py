@@ -1,6 +1,7 @@
-"""The learned state of a gateway as messages: taken from the live parts of one, and put into those of the next.
+"""Converts the learned state of a gateway to messages, and restores it in the next process.
 
-What holds for a moment (places taken, waiting requests, timelines) is not state: the old process keeps its requests.
+Momentary state (permits in use, waiting requests, timelines) is not included, because the old
+process finishes its own requests.
 """
 
 from __future__ import annotations
@@ -33,21 +34,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-MOST_BLOCKS = 1 << 22
-"""An index of 256 MiB has a third of that."""
+MAX_BLOCKS = 1 << 22
+"""Limit on restored index blocks; an index of 256 MiB has a third of that."""
 
 
 def place_of(live: LiveEndpoint) -> Place:
+    """Return the pool and URL of an endpoint."""
     return live.endpoint.pool, live.endpoint.url
 
 
 def collect(gateway: Gateway) -> Iterator[State]:
-    """All learned state. Each step takes less than a millisecond, so that requests are served in between."""
+    """Yield all learned state, in steps of less than a millisecond.
+
+    Requests are served between the steps.
+    """
     endpoints = [live for live in gateway.endpoints.all() if not live.leaving]
     index = gateway.endpoints.prefixes.index
     yield Slots([(live.load.slot, place_of(live)) for live in endpoints])
     yield from saved_state.index_blocks(index)
-    holders = {each.slot: each for each in saved_state.index_holders(index)}
+    holders = {holder.slot: holder for holder in saved_state.index_holders(index)}
     for live in endpoints:
         yield EndpointState(
             place_of(live),
@@ -63,24 +68,30 @@ def collect(gateway: Gateway) -> Iterator[State]:
 
 
 def _collect_admission(gate: Gate) -> Iterator[State]:
-    for room in gate.rooms():
-        if isinstance(room.admission, PricedAdmission):
-            yield PoolState(room.name, saved_state.admission_state(room.admission))
+    for queue in gate.rooms():
+        if isinstance(queue.admission, PricedAdmission):
+            yield PoolState(queue.name, saved_state.admission_state(queue.admission))
     for tenant, quota in gate.quotas.by_tenant.items():
         yield TenantState(tenant, saved_state.quota_state(quota))
 
 
 def booked(gateway: Gateway) -> list[tuple[Place, Share]]:
-    """What this process itself has at each endpoint."""
+    """Return this process's own work at each endpoint, without endpoints that have none."""
     shares = ((place_of(live), own(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 
 
 class Restorer:
-    """Puts state into a gateway that serves nothing yet. What has no counterpart there is passed over."""
+    """Restores state in a gateway that serves no requests yet.
+
+    State that has no counterpart there is ignored.
+    """
 
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
-        """`prefixes`: whether the keys of both indexes mean the same prompts."""
+        """Prepare to restore.
+
+        `prefixes` is whether keys mean the same prompts in both prefix indexes.
+        """
         self._gateway = gateway
         self._prefixes = prefixes
         self._live = {place_of(live): live for live in gateway.endpoints.all() if not live.leaving}
@@ -88,12 +99,16 @@ class Restorer:
         self.blocks = self.endpoints = self.ejected = 0
 
     def take(self, state: State) -> None:
-        """Raise ValueError for what is inconsistent."""
+        """Restore one message. Raises ValueError when it is inconsistent."""
         match state:
             case Slots(places):
-                self._slots = {slot: self._live[place].load.slot for slot, place in places if place in self._live}
+                self._slots = {
+                    slot: self._live[place].load.slot
+                    for slot, place in places
+                    if place in self._live
+                }
             case Blocks():
-                if self._prefixes and self.blocks < MOST_BLOCKS:
+                if self._prefixes and self.blocks < MAX_BLOCKS:
                     index = self._gateway.endpoints.prefixes.index
                     self.blocks += saved_state.restore_blocks(index, state, self._slots)
             case EndpointState():
@@ -101,9 +116,16 @@ class Restorer:
                 if live is not None:
                     self._endpoint(live, state)
             case PoolState(pool, admission):
-                room = next((each for each in self._gateway.gate.rooms() if each.name == pool), None)
-                if room is not None and isinstance(room.admission, PricedAdmission):
-                    saved_state.restore_admission(room.admission, admission)
+                queue = next(
+                    (
+                        pool_queue
+                        for pool_queue in self._gateway.gate.rooms()
+                        if pool_queue.name == pool
+                    ),
+                    None,
+                )
+                if queue is not None and isinstance(queue.admission, PricedAdmission):
+                    saved_state.restore_admission(queue.admission, admission)
             case TenantState(tenant, quota):
                 live_quota = self._gateway.gate.quotas.by_tenant.get(tenant)
                 if live_quota is not None:
@@ -112,7 +134,11 @@ class Restorer:
                 saved_state.restore_lengths(self._gateway.accounts.kept.lengths, rows)
 
     def _endpoint(self, live: LiveEndpoint, state: EndpointState) -> None:
-        endpoints, load, index = self._gateway.endpoints, live.load, self._gateway.endpoints.prefixes.index
+        endpoints, load, index = (
+            self._gateway.endpoints,
+            live.load,
+            self._gateway.endpoints.prefixes.index,
+        )
         saved_state.restore_belief(load.belief, state.belief)
         if load.believed:
             load.timeline.refresh(load, monotonic())

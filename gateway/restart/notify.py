@@ -1,4 +1,4 @@
-"""sd_notify(3): tell systemd what this process is doing, through the socket that NOTIFY_SOCKET names."""
+"""sd_notify(3): report this process's state to systemd through the socket in NOTIFY_SOCKET."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ log = logging.getLogger("penstock")
 
 
 def notify(env: Mapping[str, str], *assignments: str) -> bool:
-    """Send assignments such as READY=1. False where no service manager listens; a failure is logged, never raised."""
+    """Send assignments such as READY=1; return False where no service manager listens.
+
+    A failure is logged and never raised.
+    """
     address = env.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
-    if address.startswith("@"):  # an abstract socket
+    if address.startswith("@"):  # a socket in the abstract namespace
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.setblocking(False)
             sender.sendto("\n".join(assignments).encode(), address)
     except OSError as error:
-        log.warning("the service manager cannot be notified: %s", error)
+        log.warning("cannot notify the service manager: %s", error)
         return False
     return True
 
 
 def reloading(env: Mapping[str, str]) -> bool:
-    """A reload begins; READY=1 ends it."""
+    """Report that a reload begins; `ready` reports its end."""
     return notify(env, "RELOADING=1", f"MONOTONIC_USEC={clock_gettime_ns(CLOCK_MONOTONIC) // 1000}")
 
 
 def ready(env: Mapping[str, str]) -> bool:
+    """Report that this process serves requests."""
     return notify(env, "READY=1", f"STATUS=serving, pid {os.getpid()}")
 
 
 def stopping(env: Mapping[str, str]) -> bool:
+    """Report that this process drains and will exit."""
     return notify(env, "STOPPING=1", "STATUS=draining")

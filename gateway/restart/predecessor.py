@@ -1,4 +1,4 @@
-"""The new process's side of a restart: take sockets and learned state from the process that it replaces."""
+"""The new process's side of a restart: take sockets and learned state from the old process."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-OFFER_WITHIN_S = 30.0
-STATE_WITHIN_S = 60.0
+OFFER_TIMEOUT_S = 30.0
+STATE_TIMEOUT_S = 60.0
 SOURCE = b"predecessor"
 
 
 class Predecessor:
-    """The process that this one replaces. It serves until `ready()`, and drains afterwards."""
+    """The process that this one replaces; it serves until `ready` is called, then drains."""
 
     def __init__(self, channel: socket.socket, offer: Offer, sockets: list[socket.socket]) -> None:
         self._channel = channel
@@ -54,59 +54,74 @@ class Predecessor:
 
     @property
     def secret(self) -> bytes | None:
-        """What prompts' fingerprints are keyed with; None from a process of another version."""
+        """The key of prompt fingerprints; None from a process of another version."""
         return self._offer.secret or None
 
     @property
     def activated(self) -> frozenset[str]:
-        """Listeners whose sockets systemd opened."""
-        return frozenset(each.name for each in self._offer.sockets if each.activated)
+        """The listeners whose sockets systemd opened."""
+        return frozenset(bound.name for bound in self._offer.sockets if bound.activated)
 
     def sockets(self, config: Config) -> Sockets:
-        """Its listening sockets that this configuration still wants; the others are closed."""
-        found: dict[str, tuple[socket.socket, ...]] = {}
-        for bound, each in zip(self._offer.sockets, self._sockets, strict=False):
-            wanted = getattr(config.listeners, bound.name, None)
-            if wanted is not None and (bound.activated or (wanted.host, wanted.port) == (bound.host, bound.port)):
-                each.setblocking(False)
-                found[bound.name] = (*found.get(bound.name, ()), each)
+        """Return its listening sockets that this configuration uses, and close the others."""
+        sockets_by_name: dict[str, tuple[socket.socket, ...]] = {}
+        for bound, sock in zip(self._offer.sockets, self._sockets, strict=False):
+            listener = getattr(config.listeners, bound.name, None)
+            if listener is not None and (
+                bound.activated or (listener.host, listener.port) == (bound.host, bound.port)
+            ):
+                sock.setblocking(False)
+                sockets_by_name[bound.name] = (*sockets_by_name.get(bound.name, ()), sock)
             else:
-                each.close()
-        return found
+                sock.close()
+        return sockets_by_name
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still drains."""
+        """Whether the old process is still draining."""
         return self._task is not None and not self._task.done()
 
     async def warm(self, gateway: Gateway, config: Config, secret: bytes) -> None:
-        """Take the learned state. Whatever goes wrong, the process starts, cold. `secret` keys its prompts."""
+        """Restore the learned state; `secret` is this process's fingerprint key.
+
+        On any error the process starts with part of the state, or without it.
+        """
         await self._connect()
         assert self._writer is not None
         warm = self._offer.version == VERSION
         self._writer.write(pack(StateWanted(warm)))
         if not warm:
             log.warning(
-                "restart: process %d speaks version %d of the handover, and this one %d; starting cold",
+                "restart: process %d uses handover version %d, this one %d; "
+                "starting without learned state",
                 self._offer.pid,
                 self._offer.version,
                 VERSION,
             )
-        began = monotonic()
+        started_at = monotonic()
         offer = self._offer
-        restorer = Restorer(gateway, prefixes=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes))
+        restorer = Restorer(
+            gateway,
+            prefixes=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
+        )
         try:
-            async with asyncio.timeout(STATE_WITHIN_S):
+            async with asyncio.timeout(STATE_TIMEOUT_S):
                 await self._restore(restorer)
         except TimeoutError:
-            log.warning("restart: the learned state did not come within %g s; going on with a part", STATE_WITHIN_S)
+            log.warning(
+                "restart: the learned state did not arrive within %g s; continuing with part of it",
+                STATE_TIMEOUT_S,
+            )
         except (ChannelError, ValueError) as error:
-            log.warning("restart: the learned state cannot be taken (%s); going on with a part", error)
+            log.warning(
+                "restart: cannot restore the learned state (%s); continuing with part of it", error
+            )
         if warm:
             log.info(
-                "restart: took over from process %d in %.2f s: %d index blocks, %d endpoints, %d of them out",
+                "restart: restored the state of process %d in %.2f s: "
+                "%d index blocks, %d endpoints, %d of them out of rotation",
                 self._offer.pid,
-                monotonic() - began,
+                monotonic() - started_at,
                 restorer.blocks,
                 restorer.endpoints,
                 restorer.ejected,
@@ -120,17 +135,17 @@ class Predecessor:
             if isinstance(message, End):
                 return
             if isinstance(message, StateWanted | Ready | Booked | Stop):
-                raise ChannelError(f"{type(message).__name__} is no state")
+                raise ChannelError(f"unexpected message {type(message).__name__}")
             restorer.take(message)
 
     async def decline(self) -> None:
-        """Take no state: this process keeps it elsewhere, or has no place for it."""
+        """Request no learned state: this process stores it elsewhere, or cannot use it."""
         await self._connect()
         assert self._writer is not None
         self._writer.write(pack(StateWanted(warm=False)))
 
     async def ready(self, gateway: Gateway | None = None) -> None:
-        """This process accepts connections. From here on the predecessor drains."""
+        """Report that this process accepts connections, so that the predecessor drains."""
         assert self._writer is not None
         self._writer.write(pack(Ready()))
         with suppress(OSError):
@@ -138,7 +153,7 @@ class Predecessor:
         self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
 
     async def stop(self, within_s: float) -> None:
-        """Have it end too, and wait for that."""
+        """Make the predecessor stop too, and wait for that."""
         if self._writer is not None and self._task is not None and not self._task.done():
             self._writer.write(pack(Stop()))
             await asyncio.wait([self._task], timeout=within_s)
@@ -151,7 +166,7 @@ class Predecessor:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
 
     async def _follow(self, gateway: Gateway | None) -> None:
-        """Count what it still has at the endpoints, until it ends."""
+        """Account for the work that the predecessor still has at the endpoints, until it ends."""
         assert self._reader is not None
         try:
             while True:
@@ -167,20 +182,26 @@ class Predecessor:
 
 def _book(gateway: Gateway, booked: Booked) -> None:
     now, shares = monotonic(), dict(booked.shares)
-    changed = [foreign(live.load, SOURCE, shares.get(place_of(live)), now) for live in gateway.endpoints.all()]
+    changed = [
+        foreign(live.load, SOURCE, shares.get(place_of(live)), now)
+        for live in gateway.endpoints.all()
+    ]
     if any(changed):
         gateway.gate.refresh()
 
 
 def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
-    """The process that started this one to replace it, if one did. The variable is removed. Raise ChannelError."""
+    """Return the process that started this one as its successor, or None.
+
+    Removes the environment variable. Raises ChannelError.
+    """
     fd = env.pop(ENVIRONMENT, "")
     if not fd.isdigit():
         return None
     try:
         channel = socket.socket(fileno=int(fd))
     except OSError as error:
-        raise ChannelError(f"{ENVIRONMENT} names no socket: {error.strerror}") from None
+        raise ChannelError(f"{ENVIRONMENT} is not a socket: {error.strerror}") from None
     channel.set_inheritable(False)
-    channel.settimeout(OFFER_WITHIN_S)
+    channel.settimeout(OFFER_TIMEOUT_S)
     return Predecessor(channel, *receive_offer(channel))

@@ -1,7 +1,7 @@
-"""The old process's side of a restart: start a successor, hand over, and say why when that fails.
+"""The old process's side of a restart: start a successor and hand over to it.
 
-Until the successor says that it accepts connections, the old process serves as before. A successor that ends, or takes
-too long, changes nothing.
+Until the successor reports that it accepts connections, the old process serves as before. A
+successor that ends or takes too long changes nothing.
 """
 
 from __future__ import annotations
@@ -41,24 +41,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-READY_WITHIN_S = 180.0
-END_WITHIN_S = 10.0
-BOOKED_EVERY_S = 0.25
+READY_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 10.0
+BOOKED_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
-    """The successor does not serve. The message says why."""
+    """The successor did not become ready; the message says why."""
 
 
 def command() -> list[str]:
-    """What this process was started with."""
+    """Return the command line of this process, to start the successor with."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
 class Successor:
-    """A process that takes over from this one. `sockets` are the listening ones; `secret` keys prompts."""
+    """A process that takes over from this one.
 
-    def __init__(self, env: Mapping[str, str], sockets: Sequence[tuple[BoundTo, socket.socket]], secret: bytes) -> None:
+    `sockets` are the listening sockets; `secret` is the key of prompt fingerprints.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        sockets: Sequence[tuple[BoundTo, socket.socket]],
+        secret: bytes,
+    ) -> None:
         self._env = env
         self._sockets = sockets
         self._secret = secret
@@ -68,34 +76,46 @@ class Successor:
         self.is_ready = False
 
     async def start(self, block_bytes: int, states: Callable[[], Iterable[State]]) -> None:
-        """Return once the successor accepts connections. Raise HandoverError, and leave no process behind."""
+        """Start the successor and return once it accepts connections.
+
+        Raises HandoverError, without leaving a process behind.
+        """
         try:
-            async with asyncio.timeout(READY_WITHIN_S):
+            async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._launch(block_bytes)
                 await self._hand_over(states)
         except TimeoutError:
-            raise HandoverError(f"the successor was not ready within {READY_WITHIN_S:g} s") from None
+            raise HandoverError(
+                f"the successor was not ready within {READY_TIMEOUT_S:g} s"
+            ) from None
         except (ChannelError, OSError) as error:
             raise HandoverError(await self._reason(error)) from None
         finally:
             if not self.is_ready:
                 await self._abandon()
-        notify.notify(self._env, f"MAINPID={self.pid}", "READY=1", f"STATUS=serving, pid {self.pid}")
+        notify.notify(
+            self._env, f"MAINPID={self.pid}", "READY=1", f"STATUS=serving, pid {self.pid}"
+        )
 
     @property
     def pid(self) -> int:
+        """The process ID of the successor."""
         assert self._process is not None
         return self._process.pid
 
     async def _launch(self, block_bytes: int) -> None:
-        ours, theirs = socket.socketpair()
-        fd = theirs.fileno()
+        own_end, their_end = socket.socketpair()
+        fd = their_end.fileno()
         env = {**self._env, ENVIRONMENT: str(fd)}
-        with theirs:
-            self._process = await asyncio.to_thread(subprocess.Popen, command(), env=env, pass_fds=(fd,))
-        offer = Offer(VERSION, os.getpid(), [bound for bound, _ in self._sockets], self._secret, block_bytes)
-        send_offer(ours, offer, [each for _, each in self._sockets])
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        with their_end:
+            self._process = await asyncio.to_thread(
+                subprocess.Popen, command(), env=env, pass_fds=(fd,)
+            )
+        offer = Offer(
+            VERSION, os.getpid(), [bound for bound, _ in self._sockets], self._secret, block_bytes
+        )
+        send_offer(own_end, offer, [listener for _, listener in self._sockets])
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
 
     async def _hand_over(self, states: Callable[[], Iterable[State]]) -> None:
         assert self._reader is not None
@@ -109,16 +129,18 @@ class Successor:
             self._writer.write(pack(End()))
             message = await read(self._reader)
         if not isinstance(message, Ready):
-            raise ChannelError(f"the successor said {type(message).__name__} before it was ready")
+            raise ChannelError(f"the successor sent {type(message).__name__} before it was ready")
         self.is_ready = True
 
     async def _reason(self, error: Exception) -> str:
         process = self._process
         if process is None:
-            return f"the successor cannot be started: {error}"
+            return f"cannot start the successor: {error}"
         with suppress(subprocess.TimeoutExpired):
             code = await asyncio.to_thread(process.wait, 1.0)
-            return f"the successor ended with code {code} before it was ready; what it said stands above"
+            return (
+                f"the successor ended with code {code} before it was ready; its messages are above"
+            )
         return f"the successor failed before it was ready: {error}"
 
     async def _abandon(self) -> None:
@@ -127,22 +149,22 @@ class Successor:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
-                await asyncio.to_thread(self._process.wait, END_WITHIN_S)
+                await asyncio.to_thread(self._process.wait, END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
-
-    # After the handover
 
     @asynccontextmanager
     async def informed(
         self, shares: Callable[[], list[tuple[Place, Share]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """While the block runs, tell the successor what this process still has at the endpoints, and call `stop` when
-        it wants this process to end."""
+        """While the block runs, send the successor this process's remaining work at the endpoints.
+
+        Calls `stop` when the successor requests that this process end.
+        """
         tasks = [
-            asyncio.create_task(self._tell(shares), name="tell the successor"),
-            asyncio.create_task(self._listen(stop), name="listen to the successor"),
+            asyncio.create_task(self._send_bookings(shares), name="tell the successor"),
+            asyncio.create_task(self._wait_for_stop(stop), name="listen to the successor"),
         ]
         try:
             yield
@@ -151,15 +173,15 @@ class Successor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _tell(self, shares: Callable[[], list[tuple[Place, Share]]]) -> None:
+    async def _send_bookings(self, shares: Callable[[], list[tuple[Place, Share]]]) -> None:
         assert self._writer is not None
         while True:
             self._writer.write(pack(Booked(shares())))
             with suppress(OSError):
                 await self._writer.drain()
-            await asyncio.sleep(BOOKED_EVERY_S)
+            await asyncio.sleep(BOOKED_INTERVAL_S)
 
-    async def _listen(self, stop: Callable[[], None]) -> None:
+    async def _wait_for_stop(self, stop: Callable[[], None]) -> None:
         assert self._reader is not None
         with suppress(ChannelError):
             while not isinstance(await read(self._reader), Stop):
@@ -167,6 +189,6 @@ class Successor:
             stop()
 
     def close(self) -> None:
-        """The successor learns from this that the process is about to end."""
+        """Close the channel, which tells the successor that this process is about to end."""
         if self._writer is not None:
             self._writer.close()

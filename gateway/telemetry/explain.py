@@ -15,15 +15,13 @@ import msgspec
 from gateway.exchange import Exchange
 from gateway.protocol.stream_scan import Usage
 from policies.contract import Policy, Terms
-from policies.load import EndpointLoad
+from policies.load import LOAD_FIELDS, EndpointLoad
 from policies.model import Ask, Candidate, Pick
 
 Ended = tuple[Exchange, Usage, int, float]
 """An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
-_NUMBERS = tuple(
-    name for name in EndpointLoad.__slots__ if name not in ("belief", "entries", "timeline")
-)
+_NUMBERS = tuple(name for name in LOAD_FIELDS if name not in ("belief", "entries", "timeline"))
 numbers_of = attrgetter(*_NUMBERS)
 
 

@@ -1,4 +1,7 @@
-"""`reload.auto_rollback` with workers: the requests of all of them are judged, and all go back together."""
+"""`reload.auto_rollback` with workers: their requests are evaluated together.
+
+When the new version fails more often, all workers roll back.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from gateway.reload.reloader import ChangeOptions
 from gateway.workers.config_rollout import Configured, message_of, result_of
 from gateway.workers.worker_process import LOST, Worker
 
-ASK_S = 5.0
+TIMEOUT_S = 5.0
 
 
 class WorkersOnTrial:
-    """All workers as the target of one trial.
+    """All workers as the target of one auto-rollback monitor.
 
-    The last tally of a worker stays counted when it ends or does not answer, so totals never fall.
+    The last count of a worker still counts when it has ended or does not respond, so totals never
+    fall.
     """
 
     def __init__(self, configured: Configured, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -29,36 +33,42 @@ class WorkersOnTrial:
 
     @property
     def limits(self) -> AutoRollback | None:
+        """The limits of the running configuration; None if auto-rollback is off."""
         return self._configured.running.config.reload.auto_rollback
 
     @property
     def version(self) -> int:
+        """The number of the running version."""
         return self._configured.version
 
     async def tally(self) -> Tally:
-        """Requests of all workers since the start, those of ended workers included."""
+        """Return the failure count of all workers since the start, ended ones included."""
         workers = self._workers()
-        answers = await asyncio.gather(*map(_ask, workers))
-        self._last |= {worker: found for worker, found in zip(workers, answers, strict=True) if found is not None}
+        answers = await asyncio.gather(*map(_fetch_count, workers))
+        self._last |= {
+            worker: count
+            for worker, count in zip(workers, answers, strict=True)
+            if count is not None
+        }
         for worker in self._last.keys() - {*self._workers()}:
             self._ended = self._ended.plus(self._last.pop(worker))
         total = self._ended
-        for each in self._last.values():
-            total = total.plus(each)
+        for count in self._last.values():
+            total = total.plus(count)
         return total
 
     async def roll_back(self) -> tuple[str, str]:
-        """(result, message) of going back to the version before."""
-        answer = await self._configured.rollback(None, ChangeOptions(force=True))
-        return result_of(answer), message_of(answer)
+        """Return to the previous version; return (result, message)."""
+        response = await self._configured.rollback(None, ChangeOptions(force=True))
+        return result_of(response), message_of(response)
 
 
-async def _ask(worker: Worker) -> Tally | None:
+async def _fetch_count(worker: Worker) -> Tally | None:
     try:
-        answer = await worker.ask("GET", "/config/tally", timeout_s=ASK_S)
+        response = await worker.ask("GET", "/config/tally", timeout_s=TIMEOUT_S)
     except LOST:
         return None
-    if answer.status != 200:
+    if response.status != 200:
         return None
-    found = json.loads(answer.body)
-    return Tally(found["ended"], found["failed"])
+    count = json.loads(response.body)
+    return Tally(count["ended"], count["failed"])

@@ -1,7 +1,8 @@
-"""Changing the configuration of all workers or of none: everybody tries it first, then everybody takes it.
+"""Configuration changes of all workers or of none.
 
-Who fails at taking what it had tried makes all others go back. A worker that starts is given what is in force. A
-version has one number in all of them: who counts otherwise begins anew with the number that holds.
+Each worker does a dry run first, then each applies the change. If a worker fails to apply what its
+dry run accepted, the others roll back. A version has the same number in all workers; a worker that
+counts differently is replaced.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from gateway.reload.history import Versions, made
 from gateway.reload.reloader import CHANGE, SENT, ChangeOptions, Say, do_nothing
 from gateway.workers.worker_process import LOST, Answer, Worker
 
-GOOD = ("applied", "unchanged")
-TRIED = ("dry_run", "unchanged")
+SUCCESS_RESULTS = ("applied", "unchanged")
+DRY_RUN_RESULTS = ("dry_run", "unchanged")
 
 
 class Configured:
-    """What is in force in all workers. `running` is what a worker that starts is given; one change at a time.
+    """Applies configuration changes to all workers, one change at a time.
 
-    lost  is told of a worker that may not have taken what the others took, or counts otherwise: it must begin anew
+    `running` is the configuration in force, with which new workers start. `lost` is called with
+    each worker that may differ from the others and must be replaced.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class Configured:
         self._workers = workers
         self._say = say
         self._lost = lost
-        self._rejected = ""  # what was said of the last change, if it was refused
+        self._last_rejection = ""  # the message of the last change, if it was rejected
         self._missing: tuple[Path, ...] = ()
-        self._file_text: bytes | None = loaded.text  # as it was taken over; None: it was refused
+        self._file_text: bytes | None = loaded.text  # as last applied; None if it was rejected
         folder = loaded.config.reload.state_dir
         self._versions = Versions(None if folder is None else Path(folder))
         self.one_at_a_time = asyncio.Lock()
@@ -55,77 +57,112 @@ class Configured:
 
     @property
     def version(self) -> int:
-        """The number of what is in force."""
-        kept = self._versions.all()
-        return kept[-1].number if kept else 1
+        """The number of the version in force."""
+        versions = self._versions.all()
+        return versions[-1].number if versions else 1
 
     def numbered(self, version: int) -> None:
-        """What is in force has this number, as the eldest worker says, who writes versions if there is a folder."""
+        """Record the number of the running version, as reported by the oldest worker.
+
+        That worker writes the version files if there is a state folder.
+        """
         self._versions.add(made(version, time(), "", self.running, ()))
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that what is in force, or what was rejected last, is made of."""
+        """Every file that the running configuration, or the one last rejected, depends on."""
         own = () if self.file is None else (self.file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     async def changed(self) -> None:
-        """A file that matters was touched: take over the file if it was edited, or else what is in force with what its
-        references lead to now."""
-        if self.file is not None and await asyncio.to_thread(self._edited, self.file):
-            await self.reload()
-        if self.running.text != self._file_text and await asyncio.to_thread(self._moved):
-            options = ChangeOptions(kept=True)
-            await self._change("/config", self.running.text, {}, lambda: self._sent(self.running.text), options)
+        """Reload after a watched file has changed.
 
-    def _edited(self, file: Path) -> bool:
-        """Whether the file is to be looked at: it is in force, or is not what it was when it was taken over last."""
+        Applies the file if it was edited; otherwise applies the running configuration again if the
+        files that it references have changed.
+        """
+        if self.file is not None and await asyncio.to_thread(self._has_file_changed, self.file):
+            await self.reload()
+        if self.running.text != self._file_text and await asyncio.to_thread(
+            self._has_new_references
+        ):
+            await self._change(
+                "/config",
+                self.running.text,
+                {},
+                lambda: self._load_sent(self.running.text),
+                ChangeOptions(kept=True),
+            )
+
+    def _has_file_changed(self, file: Path) -> bool:
+        """Return whether to reload the file.
+
+        True if the file is in force, or differs from when it was last applied.
+        """
         try:
             return self.running.text == self._file_text or raw_bytes(file) != self._file_text
         except ConfigError:
             return True
 
-    def _moved(self) -> bool:
-        """Whether a reference of what is in force leads elsewhere now."""
+    def _has_new_references(self) -> bool:
+        """Return whether a file that the running configuration references has changed."""
         try:
-            return self._once_more().digest != self.running.digest
+            return self._load_running_again().digest != self.running.digest
         except ConfigError:
             return True
 
-    def _once_more(self) -> Loaded:
+    def _load_running_again(self) -> Loaded:
         return examine_text(self.running.text, self.running.file, self._env)
 
     async def reload(self, options: ChangeOptions = CHANGE) -> Answer:
-        """Take over the file as it is now."""
+        """Apply the file as it is now."""
         file = self.file
         if file is None:
-            return _answer(409, "nothing", "there is no file: the engines were given on the command line")
+            return _answer(
+                409,
+                "nothing",
+                "there is no configuration file: the engines were given on the command line",
+            )
 
-        return await self._change("/config/reload", None, {}, lambda: examine(file, self._env), options)
+        return await self._change(
+            "/config/reload", None, {}, lambda: examine(file, self._env), options
+        )
 
-    async def put(self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = CHANGE) -> Answer:
-        """Take over a text that somebody sent, if `If-Match` holds for the eldest worker."""
+    async def put(
+        self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = CHANGE
+    ) -> Answer:
+        """Apply a text that a client sent, if `If-Match` matches on the oldest worker."""
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
-        return await self._change("/config", text, match, lambda: self._sent(text), options)
+        return await self._change("/config", text, match, lambda: self._load_sent(text), options)
 
-    def _sent(self, text: bytes) -> Loaded:
-        """As the workers read what is put to them: a version is known by its file's name, too."""
+    def _load_sent(self, text: bytes) -> Loaded:
+        """Load a text under the file name that workers give it; the name is part of a version."""
         name = str((self.file.parent if self.file is not None else Path()) / SENT)
         return examine_text(text, name, self._env)
 
     async def rollback(self, number: int | None, options: ChangeOptions = CHANGE) -> Answer:
-        """Take over an older version: that number, or the one before the one in force."""
-        older = [each for each in self._versions.all() if each.number < self.version]
-        wanted = self._versions.find(number) if number is not None else (older[-1] if older else None)
-        if wanted is None:
-            told = f"no version {number} is kept" if number is not None else "no older version is kept"
-            return _answer(409, "nothing", told)
-        if wanted.text is None:
-            told = f"the text of version {wanted.number} was not kept: a secret stands in it"
-            return _answer(409, "nothing", told)
-        text = wanted.text.encode()
+        """Apply an older version: `number`, or the one before the version in force."""
+        older = [version for version in self._versions.all() if version.number < self.version]
+        target = (
+            self._versions.find(number) if number is not None else (older[-1] if older else None)
+        )
+        if target is None:
+            message = (
+                f"version {number} is not available"
+                if number is not None
+                else "no older version is available"
+            )
+            return _answer(409, "nothing", message)
+        if target.text is None:
+            message = (
+                f"version {target.number} cannot be restored: "
+                "its text contains a secret and was not kept"
+            )
+            return _answer(409, "nothing", message)
+        text = target.text.encode()
         options = msgspec.structs.replace(options, kept=True)
-        return await self._change("/config", text, {}, lambda: self._sent(text), options, trigger="rollback")
+        return await self._change(
+            "/config", text, {}, lambda: self._load_sent(text), options, trigger="rollback"
+        )
 
     async def _change(
         self,
@@ -136,7 +173,10 @@ class Configured:
         options: ChangeOptions = CHANGE,
         trigger: str = "change",
     ) -> Answer:
-        """`text` is None for the file's. What is wrong with it the workers say: they read it too."""
+        """Try and apply one change; `text` is None for that of the file.
+
+        Problems of the text are reported by the workers, which load it too.
+        """
         async with self.one_at_a_time:
             missing: tuple[Path, ...] = ()
             loaded: Loaded | None = None
@@ -145,119 +185,161 @@ class Configured:
             except ConfigError as error:
                 missing = error.references
             before = self.version
-            answer = await self._take_over(path, text, match, loaded, options)
+            response = await self._try_and_apply(path, text, match, loaded, options)
             if self.version != before:
                 await self.on_applied(trigger)
             if text is None and not options.dry_run:
-                taken = loaded is not None and result_of(answer) in GOOD
-                self._file_text, self._missing = loaded.text if loaded is not None and taken else None, missing
-            return answer
+                is_applied = loaded is not None and result_of(response) in SUCCESS_RESULTS
+                self._file_text, self._missing = (
+                    loaded.text if loaded is not None and is_applied else None,
+                    missing,
+                )
+            return response
 
-    async def _take_over(
-        self, path: str, text: bytes | None, match: dict[str, str], loaded: Loaded | None, options: ChangeOptions
+    async def _try_and_apply(
+        self,
+        path: str,
+        text: bytes | None,
+        match: dict[str, str],
+        loaded: Loaded | None,
+        options: ChangeOptions,
     ) -> Answer:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
-        trial = f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&noted=1"
+        dry_run_path = f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&noted=1"
         if options.force:
-            trial += "&force=1"
+            dry_run_path += "&force=1"
         if options.kept:
-            trial += "&kept=1"
-        tried = await self._told(workers, trial, text, match)
-        if len(tried) < len(workers):
-            return _answer(503, "nothing", "a worker did not answer and is replaced; nothing was changed")
-        answers = list(tried.values())
-        refused = next((each for each in answers if result_of(each) not in TRIED), None)
+            dry_run_path += "&kept=1"
+        by_worker = await self._send_to(workers, dry_run_path, text, match)
+        if len(by_worker) < len(workers):
+            return _answer(
+                503,
+                "nothing",
+                "a worker did not respond and is being replaced; nothing was changed",
+            )
+        responses = list(by_worker.values())
+        refused = next(
+            (response for response in responses if result_of(response) not in DRY_RUN_RESULTS), None
+        )
         if refused is not None and not options.dry_run:
-            self._tell(refused, bad=True)
+            self._report(refused, bad=True)
         if refused is not None or options.dry_run or loaded is None:
-            return refused or answers[0]
-        if all(result_of(each) == "unchanged" for each in answers) and not self._rejected:
-            self._now(loaded, self.version)
-            return answers[0]
-        return await self._carry_out(workers, path, text, loaded, options)
+            return refused or responses[0]
+        if (
+            all(result_of(response) == "unchanged" for response in responses)
+            and not self._last_rejection
+        ):
+            self._set_running(loaded, self.version)
+            return responses[0]
+        return await self._apply(workers, path, text, loaded, options)
 
-    async def _carry_out(
-        self, workers: Sequence[Worker], path: str, text: bytes | None, loaded: Loaded, options: ChangeOptions
+    async def _apply(
+        self,
+        workers: Sequence[Worker],
+        path: str,
+        text: bytes | None,
+        loaded: Loaded,
+        options: ChangeOptions,
     ) -> Answer:
         kept = "&kept=1" if options.kept else ""
-        told = await self._told(workers, f"{path}?force=1{kept}", text, {})  # whether it can be reached was found out
-        answers = list(told.values())
-        failed = [each for each in answers if result_of(each) not in GOOD]
-        if failed or not answers:
-            moved = [worker for worker, each in told.items() if result_of(each) == "applied"]
-            back = await self._told(moved, "/config?force=1&kept=1", self.running.text, {})
-            for worker in back:  # it has counted the change and the way back
+        # The dry run has checked already whether the endpoints can be reached.
+        by_worker = await self._send_to(workers, f"{path}?force=1{kept}", text, {})
+        responses = list(by_worker.values())
+        failed = [response for response in responses if result_of(response) not in SUCCESS_RESULTS]
+        if failed or not responses:
+            applied_by = [
+                worker for worker, response in by_worker.items() if result_of(response) == "applied"
+            ]
+            rolled_back = await self._send_to(
+                applied_by, "/config?force=1&kept=1", self.running.text, {}
+            )
+            # These have counted two more versions than the others, so they are replaced.
+            for worker in rolled_back:
                 self._lost(worker)
-            message = "a worker could not take over what it had tried; all went back"
+            message = "a worker could not apply what its dry run had accepted; all rolled back"
             return failed[0] if failed else _answer(503, "nothing", message)
-        applied = next((each for each in answers if result_of(each) == "applied"), answers[0])
-        numbers = {worker: _number(each) for worker, each in told.items()}
-        self._now(loaded, max(self.version, *numbers.values()))
-        for worker, number in numbers.items():  # who had it already, of a secret read sooner, has counted no version
+        applied = next(
+            (response for response in responses if result_of(response) == "applied"), responses[0]
+        )
+        numbers = {worker: _number(response) for worker, response in by_worker.items()}
+        self._set_running(loaded, max(self.version, *numbers.values()))
+        # A worker that had read a changed secret earlier has not counted this version.
+        for worker, number in numbers.items():
             if number != self.version:
                 self._lost(worker)
-        self._tell(applied, bad=False)
+        self._report(applied, bad=False)
         return applied
 
-    def _now(self, loaded: Loaded, version: int) -> None:
-        """All workers have this; whoever starts begins with it."""
+    def _set_running(self, loaded: Loaded, version: int) -> None:
+        """Record that all workers run this; new workers start with it."""
         self.running = loaded
         self.numbered(version)
 
-    async def _told(
+    async def _send_to(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
     ) -> dict[Worker, Answer]:
-        """What those say who answer; the others are lost. The eldest is asked whether If-Match holds: it knows all
-        versions."""
+        """Send a change to the workers; return the responses, without workers that did not respond.
+
+        Workers that did not respond are lost. Only the oldest one checks If-Match, because it knows
+        every version.
+        """
         key = self.running.config.admin.key
         headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
         method = "POST" if text is None else "PUT"
-        told: dict[Worker, Answer] = {}
+        by_worker: dict[Worker, Answer] = {}
 
-        async def ask(worker: Worker, more: dict[str, str]) -> None:
+        async def ask(worker: Worker, extra_headers: dict[str, str]) -> None:
             try:
-                told[worker] = await worker.ask(method, path, text, headers | more)
+                by_worker[worker] = await worker.ask(method, path, text, headers | extra_headers)
             except LOST:
                 self._lost(worker)
 
-        await asyncio.gather(*(ask(worker, match if not at else {}) for at, worker in enumerate(workers)))
-        return {worker: told[worker] for worker in workers if worker in told}
+        await asyncio.gather(
+            *(ask(worker, match if not index else {}) for index, worker in enumerate(workers))
+        )
+        return {worker: by_worker[worker] for worker in workers if worker in by_worker}
 
-    def _tell(self, answer: Answer, *, bad: bool) -> None:
-        """One line to the operator; the same rejection once."""
-        message = message_of(answer)
-        if bad and self._rejected == message:
+    def _report(self, response: Answer, *, bad: bool) -> None:
+        """Report the result to the operator in one line; a repeated rejection only once."""
+        message = message_of(response)
+        if bad and self._last_rejection == message:
             return
-        self._rejected = message if bad else ""
+        self._last_rejection = message if bad else ""
         self._say(message, bad)
 
 
-def result_of(answer: Answer) -> str:
-    """What came of it, as a worker calls it."""
-    return str(_json(answer).get("result", ""))
+def result_of(response: Answer) -> str:
+    """Return the `result` member of a worker's response."""
+    return str(_json(response).get("result", ""))
 
 
-def message_of(answer: Answer) -> str:
-    """What a worker says of it."""
-    return str(_json(answer).get("message", ""))
+def message_of(response: Answer) -> str:
+    """Return the `message` member of a worker's response."""
+    return str(_json(response).get("message", ""))
 
 
-def _number(answer: Answer) -> int:
-    """Of the version that is in force there."""
-    told = _json(answer).get("version")
-    return told if isinstance(told, int) else 0
+def _number(response: Answer) -> int:
+    """Return the number of the version that the worker runs."""
+    number = _json(response).get("version")
+    return number if isinstance(number, int) else 0
 
 
-def _json(answer: Answer) -> dict[str, object]:
+def _json(response: Answer) -> dict[str, object]:
     try:
-        found = json.loads(answer.body)
+        value = json.loads(response.body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _answer(status: int, result: str, message: str) -> Answer:
-    body = {"result": result, "message": message, "changes": [], "problems": [], "needs_restart": []}
+    body = {
+        "result": result,
+        "message": message,
+        "changes": [],
+        "problems": [],
+        "needs_restart": [],
+    }
     return Answer(status, {"Content-Type": "application/json"}, json.dumps(body).encode())

@@ -1,7 +1,8 @@
-"""What all workers ever counted, as one page for a scrape: a sum that fell would look like a start from nothing.
+"""Metrics of all workers as one scrape, with totals that never fall.
 
-Remembers the last readings of every worker: for one that does not answer just now, and of those that are gone what they
-had counted. Not here: how readings are merged (gateway/workers/metrics_merge.py) and written (gateway/metrics/exposition.py).
+Keeps the last families of every worker: those of a worker that does not respond, and the counters
+of workers that have ended. A total that fell would look like a counter reset. How families are
+merged is in metrics_merge.py, how they are written in exposition.py.
 """
 
 from __future__ import annotations
@@ -24,37 +25,60 @@ _decoder = msgspec.msgpack.Decoder(list[Reading])
 
 
 class Counted:
-    """Everything of the workers that are `serving`, and counters of those that are `ending` their connections."""
+    """The metrics of the `serving` workers, and the counters of those that are `ending`."""
 
-    def __init__(self, serving: Callable[[], Sequence[Worker]], ending: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(
+        self, serving: Callable[[], Sequence[Worker]], ending: Callable[[], Sequence[Worker]]
+    ) -> None:
         self._serving, self._ending = serving, ending
         self._last: dict[Worker, Readings] = {}
-        self._gone: Readings = ()
+        self._ended: Readings = ()
         self._one_at_a_time = asyncio.Lock()
 
     async def page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
-        """The text of a scrape as of now, with the supervisor's `own` readings. One scrape at a time."""
+        """Return the text of a scrape, including the supervisor's `own` families.
+
+        Concurrent scrapes run one after the other.
+        """
         async with self._one_at_a_time:
             workers = [*self._serving(), *self._ending()]
-            answers = await asyncio.gather(*(_scraped(each, exemplars=exemplars) for each in workers))
-            fresh = {worker: found for worker, found in zip(workers, answers, strict=True) if found is not None}
+            answers = await asyncio.gather(
+                *(_scrape(worker, exemplars=exemplars) for worker in workers)
+            )
+            fresh = {
+                worker: families
+                for worker, families in zip(workers, answers, strict=True)
+                if families is not None
+            }
             self._last |= fresh
             serving = self._serving()
-            gone = [self._last.pop(worker) for worker in self._last.keys() - {*serving, *self._ending()}]
-            if gone:
-                self._gone = await asyncio.to_thread(metrics_merge.readings, (), [self._gone, *gone])
+            ended = [
+                self._last.pop(worker) for worker in self._last.keys() - {*serving, *self._ending()}
+            ]
+            if ended:
+                self._ended = await asyncio.to_thread(
+                    metrics_merge.readings, (), [self._ended, *ended]
+                )
             now = [fresh[worker] for worker in serving if worker in fresh]
-            rest = [found for worker, found in self._last.items() if worker not in serving or worker not in fresh]
-            return await asyncio.to_thread(_written, [*now, own], [self._gone, *rest], exemplars)
+            counters_only = [
+                families
+                for worker, families in self._last.items()
+                if worker not in serving or worker not in fresh
+            ]
+            return await asyncio.to_thread(
+                _render, [*now, own], [self._ended, *counters_only], exemplars
+            )
 
 
-def _written(now: Sequence[Readings], gone: Sequence[Readings], exemplars: bool) -> bytes:
-    return page(metrics_merge.readings(now, gone), exemplars=exemplars)
+def _render(now: Sequence[Readings], ended: Sequence[Readings], exemplars: bool) -> bytes:
+    return page(metrics_merge.readings(now, ended), exemplars=exemplars)
 
 
-async def _scraped(worker: Worker, *, exemplars: bool) -> Readings | None:
+async def _scrape(worker: Worker, *, exemplars: bool) -> Readings | None:
     try:
-        answer = await worker.ask("GET", f"{PATH}?exemplars" if exemplars else PATH, timeout_s=SCRAPE_S)
-        return _decoder.decode(answer.body) if answer.status == 200 else None
+        response = await worker.ask(
+            "GET", f"{PATH}?exemplars" if exemplars else PATH, timeout_s=SCRAPE_S
+        )
+        return _decoder.decode(response.body) if response.status == 200 else None
     except (*LOST, msgspec.DecodeError):
         return None

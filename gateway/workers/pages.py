@@ -1,7 +1,7 @@
-"""The one admin server of several workers: what they say made one, what changes something asked of all.
+"""The admin server of several workers: it merges their pages and sends changes to all of them.
 
-Whatever else an admin server shows is the eldest worker's word; an explanation is whose request it was. Not here: how
-pages are made one (gateway/workers/metrics_merge.py, gateway/workers/live_view_merge.py).
+Other pages come from the oldest worker; an explanation comes from the worker that served the
+request. Pages are merged in metrics_merge.py and live_view_merge.py.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gateway.workers.live_view_merge import Watch
 from gateway.workers.supervisor_metrics import Figures
 from gateway.workers.worker_process import LOST, Answer, Worker
 
-PASSED_ON = ("Content-Type", "ETag")
+FORWARDED_HEADERS = ("Content-Type", "ETag")
 
 
 class WorkerGroup(Protocol):
-    """The workers of one machine as the admin server reads them. The supervisor implements it."""
+    """The workers of one machine as the admin server sees them; the supervisor implements it."""
 
     draining: bool
 
@@ -42,29 +42,31 @@ class WorkerGroup(Protocol):
     def figures(self) -> Figures: ...
 
     def ready(self) -> list[Worker]:
-        """The workers that serve, the oldest first."""
+        """Return the workers that serve requests, oldest first."""
 
     def ending(self) -> list[Worker]:
-        """The workers that finish their last requests."""
+        """Return the workers that are finishing their last requests."""
 
 
 def application(group: WorkerGroup) -> web.Application:
-    """Everything it answers."""
+    """Return the admin server's application."""
     configured = group.configured
-    server = web.Application(middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1)
+    server = web.Application(
+        middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1
+    )
     _add_merged(group, server.router)
     _add_changes(group, server.router)
     live_pages.add_view(server, Watch(group.ready).look, lambda: group.draining)
 
-    async def anything(request: web.Request) -> web.Response:
-        return _passed(await first(group.ready(), request.path_qs))
+    async def any_other(request: web.Request) -> web.Response:
+        return _forward(await first(group.ready(), request.path_qs))
 
-    server.router.add_get("/{anything:.*}", anything)
+    server.router.add_get("/{path:.*}", any_other)
     return server
 
 
 def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """What all say, made one."""
+    """Add the pages that merge those of all workers."""
     counted = Counted(group.ready, group.ending)
 
     async def healthz(_: web.Request) -> web.Response:
@@ -73,10 +75,12 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     async def readyz(_: web.Request) -> web.Response:
         if group.draining:
             return web.Response(status=503, text="draining\n")
-        told = await _all(group.ready(), "/readyz")
-        if any(each.status == 200 for each in told):
+        responses = await _ask_all(group.ready(), "/readyz")
+        if any(response.status == 200 for response in responses):
             return web.Response(text="ready\n")
-        return web.Response(status=503, text=told[0].body.decode() if told else "no worker serves\n")
+        return web.Response(
+            status=503, text=responses[0].body.decode() if responses else "no worker is ready\n"
+        )
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
@@ -84,74 +88,92 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
         return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
     async def requests(query: Query) -> dict[str, Any]:
-        told = await _all(group.ready(), query.path)
-        return together((json.loads(each.body) for each in told if each.status == 200), query)
+        responses = await _ask_all(group.ready(), query.path)
+        return together(
+            (json.loads(response.body) for response in responses if response.status == 200), query
+        )
 
     routes.add_get("/healthz", healthz)
     routes.add_get("/readyz", readyz)
     routes.add_get("/metrics", metrics)
     add_requests(routes, requests)
-    for path, made in (("/endpoints", metrics_merge.endpoints), ("/shadow", metrics_merge.shadows), ("/canary", metrics_merge.canaries)):
-        routes.add_get(path, _merging(group, path, made))
+    for path, merge_pages in (
+        ("/endpoints", metrics_merge.endpoints),
+        ("/shadow", metrics_merge.shadows),
+        ("/canary", metrics_merge.canaries),
+    ):
+        routes.add_get(path, _merged_handler(group, path, merge_pages))
 
 
-def _merging(
-    group: WorkerGroup, path: str, made: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]]
+def _merged_handler(
+    group: WorkerGroup,
+    path: str,
+    merge_pages: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A page of JSON that is made of the workers' pages."""
+    """Return the handler of a JSON page merged from the workers' pages."""
 
     async def page(_: web.Request) -> web.Response:
-        told = await _all(group.ready(), path)
-        return web.json_response(made(json.loads(each.body) for each in told if each.status == 200))
+        responses = await _ask_all(group.ready(), path)
+        return web.json_response(
+            merge_pages(
+                json.loads(response.body) for response in responses if response.status == 200
+            )
+        )
 
     return page
 
 
 def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """What all take over, or nobody."""
+    """Add the requests that all workers apply, or none."""
     configured = group.configured
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
-        return _passed(await configured.put(text, headers, options))
+        return _forward(await configured.put(text, headers, options))
 
-    async def again(options: ChangeOptions) -> web.Response:
-        return _passed(await configured.reload(options))
+    async def reload(options: ChangeOptions) -> web.Response:
+        return _forward(await configured.reload(options))
 
     async def rollback(to: int | None, options: ChangeOptions) -> web.Response:
-        return _passed(await configured.rollback(to, options))
+        return _forward(await configured.rollback(to, options))
 
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
         async with configured.one_at_a_time:
-            told = await _all(group.ready(), request.rel_url.raw_path, "POST", key)
-        return _passed(told[0]) if told else web.Response(status=503, text="no worker answers\n")
+            responses = await _ask_all(group.ready(), request.rel_url.raw_path, "POST", key)
+        return (
+            _forward(responses[0])
+            if responses
+            else web.Response(status=503, text="no worker responds\n")
+        )
 
-    add_changes(routes, put, again, rollback)
+    add_changes(routes, put, reload, rollback)
     routes.add_post("/endpoints/{name}/{what:drain|undrain}", drain)
 
 
-async def _all(
+async def _ask_all(
     workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> list[Answer]:
-    """What those say who answer."""
-    asked = (worker.ask(method, path, headers=headers, timeout_s=5.0) for worker in workers)
-    told = await asyncio.gather(*asked, return_exceptions=True)
-    return [each for each in told if isinstance(each, Answer)]
+    """Return the responses of the workers that respond."""
+    requests = (worker.ask(method, path, headers=headers, timeout_s=5.0) for worker in workers)
+    responses = await asyncio.gather(*requests, return_exceptions=True)
+    return [response for response in responses if isinstance(response, Answer)]
 
 
 async def first(workers: Iterable[Worker], path: str) -> Answer:
-    """The first good answer, the eldest asked first; else the last one."""
-    answer = Answer(503, {"Content-Type": "text/plain"}, b"no worker answers\n")
+    """Return the first successful response, oldest worker first; else the last response."""
+    response = Answer(503, {"Content-Type": "text/plain"}, b"no worker responds\n")
     for worker in workers:
         try:
-            answer = await worker.ask("GET", path, timeout_s=5.0)
+            response = await worker.ask("GET", path, timeout_s=5.0)
         except LOST:
             continue
-        if answer.status < 400:
+        if response.status < 400:
             break
-    return answer
+    return response
 
 
-def _passed(answer: Answer) -> web.Response:
-    headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-    return web.Response(status=answer.status, body=answer.body, headers=headers)
+def _forward(response: Answer) -> web.Response:
+    headers = {
+        name: response.headers[name] for name in FORWARDED_HEADERS if name in response.headers
+    }
+    return web.Response(status=response.status, body=response.body, headers=headers)

@@ -1,4 +1,7 @@
-"""What a supervisor hands a worker when it starts: through a pipe, so that the secret is in no environment."""
+"""The settings that a supervisor sends a new worker through a pipe.
+
+A pipe keeps the shared secret out of the environment and the command line.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,16 @@ CAP_BYTES = 16 << 20
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """number   its place among the workers            file, text    the configuration and what problems call it
-    listener the inherited socket of the API port      hub, admin    sockets in the supervisor's folder
-    secret   what workers have in common               reload_file   the file that a reload reads; None: there is none
-    drained  names of endpoints that were drained by hand
-    version  the number of the configuration's version; None: it is the first worker of all, and finds it
+    """The settings of one worker.
+
+    number       its number among the workers
+    file, text   the configuration's text, and the file name that problems are reported with
+    listener     file descriptor of the inherited API socket
+    hub, admin   paths of sockets in the supervisor's folder
+    secret       the key that all workers share
+    reload_file  the file that a reload reads; None without one
+    version      the number of the configuration version; None for the first worker, which finds it
+    drained      names of endpoints that an operator has drained
     """
 
     number: int
@@ -35,15 +43,16 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def reloads(self) -> Path | None:
+        """The path of the file that a reload reads; None without one."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 
 def packed(settings: Settings) -> bytes:
-    """With its length before it, for the pipe."""
+    """Return the settings with their length in front."""
     body = msgspec.msgpack.encode(settings)
     return LENGTH.pack(len(body)) + body
 
 
 def unpacked(body: bytes) -> Settings:
-    """Raises msgspec.DecodeError."""
+    """Decode settings. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=Settings)

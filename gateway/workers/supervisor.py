@@ -1,7 +1,8 @@
-"""The supervisor: starts the workers, restarts who dies, replaces them one by one, and ends them. No API traffic.
+"""The supervisor of several workers: starts them, replaces them, restarts dead ones, stops them.
 
-Each worker has a listening socket of its own on the API port, which the supervisor keeps open: who connects while a
-worker is replaced waits a moment, and is not refused.
+It handles no API traffic. Each worker has its own listening socket on the API port, which the
+supervisor keeps open: clients that connect while a worker is replaced wait instead of being
+refused.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ from gateway.workers.worker_process import Worker, inheritable, listening
 
 log = logging.getLogger("penstock")
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
-STEADY_S = 10.0  # who ran for so long died of something new
+MIN_RETRY_S, MAX_RETRY_S = 0.2, 10.0
+# A worker that ran for this long did not die of the same cause as the one before it.
+STEADY_S = 10.0
 DRAIN_MARGIN_S = 5.0
 
 
 class Place:
-    """Where one worker is, or will be again. `retry_s`: how long to wait when it dies next."""
+    """The slot of one worker, which outlives the process.
+
+    `retry_s` is the delay before the next restart.
+    """
 
     __slots__ = ("listener", "number", "retry_s", "task", "worker")
 
@@ -55,17 +60,29 @@ class Place:
         self.number = number
         self.listener = listener
         self.worker: Worker | None = None
-        self.retry_s = FIRST_RETRY_S
+        self.retry_s = MIN_RETRY_S
         self.task: asyncio.Task[None] | None = None
 
 
 class Supervisor:
-    """start(), then stop(). `url` and `admin_url` are set once all workers serve."""
+    """Runs the workers and their admin server; call `start`, then `stop`.
+
+    `url` and `admin_url` are set once all workers serve.
+    """
 
     def __init__(
-        self, loaded: Loaded, file: Path | None, env: Mapping[str, str], say: Say, count: int, sockets: Sockets = EMPTY
+        self,
+        loaded: Loaded,
+        file: Path | None,
+        env: Mapping[str, str],
+        say: Say,
+        count: int,
+        sockets: Sockets = EMPTY,
     ) -> None:
-        """`sockets` listen already, because systemd has opened them: all workers share that of the API."""
+        """Prepare the supervisor.
+
+        `sockets` are those that systemd has opened; all workers share that of the API.
+        """
         self.count = count
         self.draining = False
         self.url = self.admin_url = ""
@@ -83,41 +100,58 @@ class Supervisor:
         self._runner: web.AppRunner | None = None
         self._admin_servers: list[asyncio.Server] = []
         self._follow = Follow(self.configured)
-        self._trial = Trial(WorkersOnTrial(self.configured, lambda: [*self.ready(), *self.ending()]), say)
+        self._trial = Trial(
+            WorkersOnTrial(self.configured, lambda: [*self.ready(), *self.ending()]), say
+        )
         self._admin_tls: TlsListener | None = None
-        self.configured.on_applied = self._applied
+        self.configured.on_applied = self._on_applied
         self._started = 0
         self._rolling = asyncio.Lock()
 
-    async def _applied(self, trigger: str) -> None:
+    async def _on_applied(self, trigger: str) -> None:
         if self._admin_tls is not None:
             self._admin_tls.follow(self.configured.running.config.listeners.admin.tls)
         await self._trial.applied(trigger)
 
     def ready(self) -> list[Worker]:
-        """Those who serve, the eldest first."""
-        found = [place.worker for place in self._places if place.worker is not None]
-        return sorted((each for each in found if each.ready_at is not None), key=lambda each: each.started_at)
+        """Return the workers that serve requests, oldest first."""
+        workers = [place.worker for place in self._places if place.worker is not None]
+        return sorted(
+            (worker for worker in workers if worker.ready_at is not None),
+            key=lambda worker: worker.started_at,
+        )
 
     def ending(self) -> list[Worker]:
-        """Those who were replaced, and end what they have."""
+        """Return the replaced workers that are finishing their requests."""
         return list(self._ending)
 
     async def start(self) -> None:
-        """Raises OSError when an address is taken, RuntimeError when a worker does not come to serve."""
+        """Start the workers and the admin server.
+
+        Raises OSError when an address is in use, RuntimeError when a worker does not become ready.
+        """
         await self._hub.start()
-        api, admin = self.configured.running.config.listeners.api, self.configured.running.config.listeners.admin
-        port, given = api.port, self._sockets.get(API)
+        api, admin = (
+            self.configured.running.config.listeners.api,
+            self.configured.running.config.listeners.admin,
+        )
+        port, inherited = api.port, self._sockets.get(API)
         for number in range(self.count):
             with named("listeners.api", api.host, api.port):
-                listener = listening(api.host, port) if given is None else inheritable(given[0].dup())
+                listener = (
+                    listening(api.host, port)
+                    if inherited is None
+                    else inheritable(inherited[0].dup())
+                )
             port = listener.getsockname()[1]
             self._places.append(Place(number, listener))
         self.url = http_url(api.host, port, encrypted=api.tls is not None)
         async with self.configured.one_at_a_time:
-            await self._begin_all()
+            await self._start_all()
         for place in self._places:
-            place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+            place.task = asyncio.create_task(
+                self._keep_running(place), name=f"look after worker {place.number}"
+            )
         self._runner = web.AppRunner(pages.application(self), access_log=None)
         await self._runner.setup()
         with named("listeners.admin", admin.host, admin.port):
@@ -128,38 +162,49 @@ class Supervisor:
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
         bound_send_buffers(sockets, self.configured.running.config.limits.send_buffer)
-        self.admin_url = http_url(admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None)
+        self.admin_url = http_url(
+            admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None
+        )
         if admin.tls is None:
-            for each in sockets:
-                await web.SockSite(runner, each).start()
+            for listener in sockets:
+                await web.SockSite(runner, listener).start()
             return
         assert runner.server is not None
         close_s = self.configured.running.config.limits.slow_reader
         self._admin_tls = TlsListener(admin.tls, runner.server, close_s, lambda: None)
         loop = asyncio.get_running_loop()
-        self._admin_servers = [await loop.create_server(self._admin_tls.accept, sock=each) for each in sockets]
+        self._admin_servers = [
+            await loop.create_server(self._admin_tls.accept, sock=listener) for listener in sockets
+        ]
 
-    async def _begin_all(self) -> None:
-        """The first worker tells the number of the version that all begin with. Raises RuntimeError."""
+    async def _start_all(self) -> None:
+        """Start the first worker, which determines the version number, then the others.
+
+        Raises RuntimeError when a worker does not become ready.
+        """
         first, *others = self._places
-        workers = [await self._begin(first, finds_version=True)]
+        workers = [await self._start_worker(first, finds_version=True)]
         if workers[0] is not None:
-            self.configured.numbered(json.loads((await workers[0].ask("GET", "/config")).body)["version"])
-            workers += await asyncio.gather(*(self._begin(place) for place in others))
+            self.configured.numbered(
+                json.loads((await workers[0].ask("GET", "/config")).body)["version"]
+            )
+            workers += await asyncio.gather(*(self._start_worker(place) for place in others))
         if not all(workers):
-            raise RuntimeError("a worker did not come to serve; what it said stands above")
+            raise RuntimeError("a worker did not become ready; its messages are above")
 
     async def recede(self) -> None:
-        """Not ready, and serving still, as one gateway alone does it: deaths are made good meanwhile."""
+        """Report not ready, and keep serving for timeouts.grace so that load balancers notice."""
         self.draining = True
         grace_s = self.configured.running.config.timeouts.grace or 0.0
-        log.info("SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s)
+        log.info(
+            "SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s
+        )
         await asyncio.sleep(grace_s)
 
     async def stop(self) -> None:
-        """Not ready, then every worker ends as it would alone: running answers first."""
-        began, self.draining = monotonic(), True
-        log.info("drain begins: %d workers end their requests", len(self.ready()))
+        """Drain and stop all workers, then the admin server."""
+        started_at, self.draining = monotonic(), True
+        log.info("draining: %d workers finish their requests", len(self.ready()))
         await self._follow.stop()
         await self._trial.stop()
         for task in (*self._rolls, *(place.task for place in self._places)):
@@ -168,7 +213,9 @@ class Supervisor:
         workers = [place.worker for place in self._places if place.worker is not None]
         for worker in (*workers, *self._ending):
             worker.drain()
-        await asyncio.gather(*(worker.gone(self._drain_s()) for worker in workers), *self._ending.values())
+        await asyncio.gather(
+            *(worker.gone(self._drain_s()) for worker in workers), *self._ending.values()
+        )
         if self._runner is not None:
             await self._runner.cleanup()
         for server in self._admin_servers:
@@ -177,10 +224,10 @@ class Supervisor:
         for place in self._places:
             place.listener.close()
         self._folder.cleanup()
-        log.info("drain ended after %.1f s; the gateway stops", monotonic() - began)
+        log.info("drained after %.1f s; the gateway stops", monotonic() - started_at)
 
     async def hang_up(self) -> None:
-        """SIGHUP: workers reopen the access log, then the file is taken over."""
+        """Handle SIGHUP: make workers reopen the access log, then reload the configuration file."""
         for worker in (*self.ready(), *self.ending()):
             worker.hang_up()
         notify.reloading(self._env)
@@ -190,14 +237,14 @@ class Supervisor:
             notify.ready(self._env)
 
     async def roll(self) -> None:
-        """Replace the workers one by one: the new one serves before the old one stops accepting."""
+        """Replace the workers one by one; each is ready before the old one stops accepting."""
         async with self._rolling:
             for place in self._places:
                 await self._renew(place)
-        log.warning("all %d workers were replaced", self.count)
+        log.warning("replaced all %d workers", self.count)
 
     def _lost(self, worker: Worker) -> None:
-        """It may not have the configuration that the others have: one that has it takes its place."""
+        """Replace a worker that may not have the same configuration as the others."""
 
         async def renew() -> None:
             async with self._rolling:
@@ -215,14 +262,16 @@ class Supervisor:
             place.task.cancel()
             await asyncio.gather(place.task, return_exceptions=True)
         if await self._replace(place) is None:
-            log.error("worker %d could not be replaced; the old one goes on", place.number)
+            log.error("cannot replace worker %d; the old process continues", place.number)
             place.worker = old
         elif old is not None:
-            self._let_go(old)
-        place.task = asyncio.create_task(self._look_after(place), name=f"look after worker {place.number}")
+            self._retire(old)
+        place.task = asyncio.create_task(
+            self._keep_running(place), name=f"look after worker {place.number}"
+        )
 
-    def _let_go(self, worker: Worker) -> None:
-        """It ends when its connections have, and is killed if that takes too long."""
+    def _retire(self, worker: Worker) -> None:
+        """Retire a worker: it ends with its last connection, and is killed after a timeout."""
         worker.retire()
         within_s = self.configured.running.config.timeouts.handover + self._drain_s()
         task = asyncio.create_task(worker.gone(within_s), name=f"drain worker {worker.number}")
@@ -232,8 +281,11 @@ class Supervisor:
     def _drain_s(self) -> float:
         return self.configured.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
-    async def _begin(self, place: Place, *, finds_version: bool = False) -> Worker | None:
-        """A new worker in this place, when it serves. Whoever stops waiting for it leaves no process behind."""
+    async def _start_worker(self, place: Place, *, finds_version: bool = False) -> Worker | None:
+        """Start a worker in this slot; return it once it is ready, or None.
+
+        A caller that is cancelled meanwhile leaves no process behind.
+        """
         running, file = self.configured.running, self.configured.file
         self._started += 1
         settings = Settings(
@@ -250,31 +302,32 @@ class Supervisor:
         )
         try:
             worker = await Worker.start(settings, place.listener)
-        except OSError as error:  # no memory, no process, no descriptor is left: the next try may find some
-            log.error("worker %d cannot be started: %s", place.number, error)
+        except OSError as error:
+            # The system is out of memory, processes or descriptors; a later attempt may succeed.
+            log.error("cannot start worker %d: %s", place.number, error)
             return None
-        serves = False
+        is_ready = False
         try:
-            serves = await worker.becomes_ready()
+            is_ready = await worker.becomes_ready()
         finally:
-            if not serves:
+            if not is_ready:
                 await worker.gone(0.0)
-        if serves:
+        if is_ready:
             place.worker = worker
-        return worker if serves else None
+        return worker if is_ready else None
 
     async def _drained(self) -> tuple[str, ...]:
-        """What was drained by hand, as the eldest who serves knows it."""
-        told = await pages.first(self.ready(), "/endpoints")
-        shown = json.loads(told.body)["endpoints"] if told.status == 200 else ()
-        return tuple(each["name"] for each in shown if each["state"] in DRAINED)
+        """Return the endpoints that an operator has drained, as the oldest ready worker reports."""
+        response = await pages.first(self.ready(), "/endpoints")
+        rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
+        return tuple(row["name"] for row in rows if row["state"] in DRAINED)
 
     async def _replace(self, place: Place) -> Worker | None:
-        """As _begin. No configuration is changed and nothing drained meanwhile, so that it has what all have."""
+        """Start a worker like `_start_worker`, with no configuration change or drain meanwhile."""
         async with self.configured.one_at_a_time:
-            return await self._begin(place)
+            return await self._start_worker(place)
 
-    async def _look_after(self, place: Place) -> None:
+    async def _keep_running(self, place: Place) -> None:
         while True:
             worker = place.worker
             if worker is not None:
@@ -283,10 +336,15 @@ class Supervisor:
                 await worker.close()
                 self.figures.deaths_total.inc()
                 if worker.ready_at is not None and monotonic() - worker.ready_at > STEADY_S:
-                    place.retry_s = FIRST_RETRY_S
-                log.error("worker %d ended (%s); another follows in %.1f s", place.number, code, place.retry_s)
+                    place.retry_s = MIN_RETRY_S
+                log.error(
+                    "worker %d ended (status %s); restarting it in %.1f s",
+                    place.number,
+                    code,
+                    place.retry_s,
+                )
             await asyncio.sleep(place.retry_s)
-            place.retry_s = min(LONGEST_RETRY_S, 2 * place.retry_s)
+            place.retry_s = min(MAX_RETRY_S, 2 * place.retry_s)
             if await self._replace(place) is not None:
                 log.warning("worker %d serves again", place.number)
 
@@ -304,8 +362,13 @@ def run(
     sockets: Sockets = EMPTY,
     predecessor: Predecessor | None = None,
 ) -> int:
-    """Run workers until SIGINT or SIGTERM; the exit code. SIGHUP takes the file over, SIGUSR2 replaces the workers."""
-    return asyncio.run(_run(Supervisor(loaded, file, env, say, count, sockets), ready, env, predecessor))
+    """Run the workers until SIGINT or SIGTERM and return the exit code.
+
+    SIGHUP reloads the configuration file, SIGUSR2 replaces the workers.
+    """
+    return asyncio.run(
+        _run(Supervisor(loaded, file, env, say, count, sockets), ready, env, predecessor)
+    )
 
 
 async def _run(
@@ -317,21 +380,21 @@ async def _run(
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[Any]] = set()
 
-    def begin(work: Any) -> None:
+    def start_task(work: Any) -> None:
         task = loop.create_task(work())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    asked: set[signal.Signals] = set()
+    signals: set[signal.Signals] = set()
 
-    def stop(number: signal.Signals) -> None:
-        asked.add(number)
+    def on_stop_signal(number: signal.Signals) -> None:
+        signals.add(number)
         stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGHUP, begin, supervisor.hang_up)
-    loop.add_signal_handler(signal.SIGUSR2, begin, supervisor.roll)
+        loop.add_signal_handler(number, on_stop_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, start_task, supervisor.hang_up)
+    loop.add_signal_handler(signal.SIGUSR2, start_task, supervisor.roll)
     try:
         await supervisor.start()
         ready(supervisor)
@@ -342,7 +405,8 @@ async def _run(
             await predecessor.ready()
         await stopping.wait()
         notify.stopping(env)
-        if signal.SIGTERM in asked:  # a person at a terminal need not wait for a balancer
+        # Only SIGTERM waits for load balancers; after Ctrl-C there is no need to.
+        if signal.SIGTERM in signals:
             await supervisor.recede()
     except (OSError, RuntimeError) as error:
         log.error("cannot serve: %s", error)

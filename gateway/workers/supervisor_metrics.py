@@ -1,6 +1,6 @@
-"""What the supervisor counts itself. Its `/metrics` shows these beside what its workers tell (gateway/workers/metrics_merge.py).
+"""Metrics of the supervisor itself, which `/metrics` shows together with those of its workers.
 
-They stand on no board: a gateway without workers has none of them.
+They are on no dashboard, because a gateway without workers does not have them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gateway.metrics.process_metrics import ProcessMetrics
 
 
 class Figures:
-    """The supervisor's families; one per supervisor."""
+    """The metric families of one supervisor."""
 
     __slots__ = ("_meters", "_process", "deaths_total", "frames_dropped_total", "workers")
 
@@ -19,20 +19,22 @@ class Figures:
         meters = self._meters = Meters()
         self._process = ProcessMetrics()
         own = meters.section(Row.PROCESS, "workers/supervisor.py")
-        self.workers: Gauge = own.gauge("penstock_workers", "Workers that serve now.").labels()
+        self.workers: Gauge = own.gauge(
+            "penstock_workers", "Workers that serve requests now."
+        ).labels()
         self.deaths_total: Counter = own.counter(
-            "penstock_worker_deaths_total", "Workers that ended without being asked."
+            "penstock_worker_deaths_total", "Workers that ended unexpectedly."
         ).labels()
         self.frames_dropped_total: Family[Counter] = own.counter(
             "penstock_worker_frames_dropped_total",
-            "Messages between workers that were given up: slow (one did not keep up with hearing), too_long.",
+            "Dropped messages between workers: slow (a receiver did not keep up), too_long.",
             Label("reason"),
         )
 
     def catalogue(self) -> tuple[Spec, ...]:
-        """What there is, in order."""
+        """Return the specification of each family, in order."""
         return tuple(family.spec for family in self._meters.families)
 
     def readings(self) -> list[Reading]:
-        """Their values, and the `process_*` metrics of the supervisor."""
+        """Return the values of the families, and the supervisor's `process_*` metrics."""
         return [*self._meters.readings({}), *self._process.readings()]

@@ -1,6 +1,7 @@
-"""A worker: a gateway like any other, with a listening socket, an admin socket and a hub that its supervisor gave it.
+"""The entry point of a worker: a gateway on the sockets that its supervisor hands it.
 
-It ends when its supervisor does: the pipe that its settings came through has an end then.
+The settings come through a pipe on stdin. Its end means that the supervisor has ended, and the
+worker ends too.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ log = logging.getLogger("penstock")
 
 
 def main() -> int:
-    """The exit code. What it has to say goes to stderr."""
+    """Run the worker and return the exit code; messages go to stderr."""
     operator_log.configure(OperatorLog())
     pipe = sys.stdin.buffer
-    settings = _settings(pipe)
+    settings = _read_settings(pipe)
     if settings is None:
         return 2
     try:
@@ -46,11 +47,11 @@ def main() -> int:
         settings.drained,
     )
     sockets = {API: (socket.socket(fileno=settings.listener),)}
-    origin = Origin(loaded, settings.reloads, os.environ, _quiet, local, sockets)
-    return run(origin, ready=_follow_the_pipe, hangup_reloads=False)
+    origin = Origin(loaded, settings.reloads, os.environ, _no_report, local, sockets)
+    return run(origin, ready=_stop_with_supervisor, hangup_reloads=False)
 
 
-def _settings(pipe: BinaryIO) -> Settings | None:
+def _read_settings(pipe: BinaryIO) -> Settings | None:
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -58,20 +59,20 @@ def _settings(pipe: BinaryIO) -> Settings | None:
     return unpacked(pipe.read(length)) if length <= CAP_BYTES else None
 
 
-def _follow_the_pipe(app: App) -> None:
-    """Nothing more comes through it. Its end is the supervisor's."""
+def _stop_with_supervisor(app: App) -> None:
+    """Stop the application when the supervisor closes the pipe; nothing else is sent through it."""
     loop = asyncio.get_running_loop()
 
-    def ended() -> None:
+    def on_readable() -> None:
         loop.remove_reader(sys.stdin.fileno())
-        log.warning("worker: the supervisor is gone")
+        log.warning("the supervisor has ended; this worker stops")
         app.end()
 
-    loop.add_reader(sys.stdin.fileno(), ended)
+    loop.add_reader(sys.stdin.fileno(), on_readable)
 
 
-def _quiet(line: str, bad: bool) -> None:
-    """The supervisor tells the operator of reloads, once for all."""
+def _no_report(line: str, bad: bool) -> None:
+    """Report nothing: the supervisor reports a reload once for all workers."""
 
 
 if __name__ == "__main__":

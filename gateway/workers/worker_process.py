@@ -1,4 +1,4 @@
-"""One worker as its supervisor sees it: a process, its admin socket, since when it is ready."""
+"""One worker as its supervisor sees it: a process, its admin socket, and when it became ready."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import aiohttp
 from gateway.http.listener_sockets import bind
 from gateway.workers.settings import Settings, packed
 
-READY_WITHIN_S = 60.0
-ASK_S = 30.0
+READY_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 30.0
 LOST = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Answer:
-    """What a worker's admin server said."""
+    """The response of a worker's admin server."""
 
     __slots__ = ("body", "headers", "status")
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 class Worker:
-    """A process that was started. `ready_at` is None until it serves."""
+    """A started worker process; `ready_at` is None until it accepts connections."""
 
     def __init__(self, settings: Settings, process: asyncio.subprocess.Process) -> None:
         self.number = settings.number
@@ -43,22 +43,25 @@ class Worker:
 
     @classmethod
     async def start(cls, settings: Settings, listener: socket.socket) -> Worker:
-        """A new process; it inherits the listening socket and nothing else. Raises OSError."""
+        """Start a process that inherits only the listening socket. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "gateway.workers.worker_main"),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=(listener.fileno(),),
-            start_new_session=True,  # Ctrl-C is the supervisor's to hear
+            start_new_session=True,  # so that Ctrl-C reaches only the supervisor
         )
         assert process.stdin is not None
         process.stdin.write(packed(settings))
         return cls(settings, process)
 
     async def becomes_ready(self) -> bool:
-        """Whether it came to serve. It answers on its admin socket only once it listens."""
-        ends = monotonic() + READY_WITHIN_S
-        while self.process.returncode is None and monotonic() < ends:
+        """Wait until the worker accepts connections; return False if it ends or takes too long.
+
+        Its admin socket responds only once it listens.
+        """
+        deadline = monotonic() + READY_TIMEOUT_S
+        while self.process.returncode is None and monotonic() < deadline:
             try:
                 if (await self.ask("GET", "/healthz", timeout_s=2.0)).status == 200:
                     self.ready_at = monotonic()
@@ -73,33 +76,39 @@ class Worker:
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-        timeout_s: float = ASK_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Answer:
-        """Raises one of LOST."""
+        """Send a request to the worker's admin server. Raises one of LOST."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        asked: Any = self._session.request(
+        request: Any = self._session.request(
             method, f"http://localhost{path}", data=body, headers=headers, timeout=timeout
         )
-        async with asked as answer:
-            return Answer(answer.status, dict(answer.headers), await answer.read())
+        async with request as response:
+            return Answer(response.status, dict(response.headers), await response.read())
 
     def drain(self) -> None:
-        """Accept nothing new at once, end when the running answers have: whatever grace there is, all had together."""
+        """Make the worker stop accepting connections and end after its current responses.
+
+        It skips the grace period, which all workers have spent together already.
+        """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
 
     def retire(self) -> None:
-        """Another worker has its socket: accept nothing new, end when its connections have."""
+        """Make the worker stop accepting connections and end once its connections have ended.
+
+        Another worker has its listening socket by then.
+        """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGUSR2)
 
     def hang_up(self) -> None:
-        """Have it reopen the access log."""
+        """Make the worker reopen its access log."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGHUP)
 
     async def gone(self, within_s: float) -> None:
-        """Wait for its end; it is killed when that takes too long."""
+        """Wait until the process has ended; kill it after `within_s`."""
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -109,7 +118,7 @@ class Worker:
         await self.close()
 
     async def close(self) -> None:
-        """What is left of one that ended."""
+        """Release what is left of an ended worker."""
         await self._session.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -117,14 +126,18 @@ class Worker:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket of the API port, one of several; it stays open when its worker ends: who connected waits on."""
-    made, *others = bind(host, port, reuse_port=True)
-    for each in others:  # a worker listens on one address
-        each.close()
-    return inheritable(made)
+    """Return a listening socket on the API port, shared through SO_REUSEPORT.
+
+    It stays open when its worker ends, so that clients that have connected wait instead of being
+    refused.
+    """
+    listener, *others = bind(host, port, reuse_port=True)
+    for other in others:  # a worker listens on one address
+        other.close()
+    return inheritable(listener)
 
 
-def inheritable(given: socket.socket) -> socket.socket:
-    """The socket, for a worker to inherit."""
-    os.set_inheritable(given.fileno(), True)
-    return given
+def inheritable(listener: socket.socket) -> socket.socket:
+    """Mark the socket as inheritable and return it."""
+    os.set_inheritable(listener.fileno(), True)
+    return listener

@@ -160,12 +160,12 @@ async def until_gone(pid: int) -> None:
 
 
 @contextmanager
-def killing_successors(home: GatewayProcess) -> Iterator[None]:
+def killing_successors(gateway: GatewayProcess) -> Iterator[None]:
     """Kill all successors when the block is left. They are not children of the test process."""
     try:
         yield
     finally:
-        for pid in map(int, ACCEPTS.findall(home.stderr_text)):
+        for pid in map(int, ACCEPTS.findall(gateway.stderr_text)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

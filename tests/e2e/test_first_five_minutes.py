@@ -107,7 +107,7 @@ class Terminal:
         threading.Thread(
             target=self.demo_output.extend, args=(process.stdout,), daemon=True
         ).start()
-        self.wait_for_demo_output(["Ctrl-C ends everything."], keep=True)
+        self.wait_for_demo_output(["Press Ctrl-C to stop everything."], keep=True)
         config = (self._folder / "penstock-demo" / "gateway.yaml").read_text()
         first = [int(port) for port in re.findall(r"url: http://127\.0\.0\.1:(\d+)", config)]
         self._ports |= {"9100": str(first[0]), "9101": str(first[1])}

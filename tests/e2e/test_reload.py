@@ -76,7 +76,7 @@ def test_an_edit_a_diff_a_rollback_and_a_rejected_edit_print_what_changed(
 
     code, output = operator.run("diff")
     assert code == 0
-    assert "the file says what is in force: v2" in output
+    assert "the file matches the running configuration, v2" in output
     assert "  pools.main.policy: least_loaded -> prefix_aware\n" in output
 
     code, output = operator.run("rollback", "1")
@@ -94,7 +94,7 @@ def test_an_edit_a_diff_a_rollback_and_a_rejected_edit_print_what_changed(
     assert code == 0
     assert output.startswith("v3 ")
     assert "1 of 1 endpoints available" in output
-    assert "last attempt rejected (file, " in output
+    assert "last reload rejected (file, " in output
     code, output = operator.run("diff", str(operator.file))
     assert (code, f"{operator.file}:8:13 pools.main.policy: there is no policy" in output) == (
         1,
@@ -123,7 +123,7 @@ def test_commands_print_json_and_name_a_gateway_that_does_not_answer(operator: O
     code, output = operator.run("rollback", "99", "--json")
     assert (code, json.loads(output)["result"]) == (1, "nothing")
     code, output = run_command("status", "--admin", "http://127.0.0.1:9")
-    assert (code, "no gateway answers at http://127.0.0.1:9" in output) == (1, True)
+    assert (code, "cannot reach a gateway at http://127.0.0.1:9" in output) == (1, True)
     assert run_command("status", "--admin", "ftp://x")[0] == 2
 
 

@@ -118,7 +118,7 @@ def test_two_restarts_under_load_fail_no_request_and_keep_the_learned_state(
     ):
         asyncio.run(restart_twice(gateway))
         assert "Traceback" not in gateway.stderr_text, gateway.stderr_text
-        assert gateway.stderr_text.count("restart: took over from process") == 2
+        assert gateway.stderr_text.count("restart: restored the state of process") == 2
 
 
 async def wait_for_output(gateway: GatewayProcess, text: str) -> None:

@@ -285,6 +285,6 @@ async def test_a_long_prompt_exceeds_the_cap_of_the_only_endpoint_with_enough_co
             second = await create(model="demo-8b", max_completion_tokens=4, messages=long)
             assert second.headers["x-penstock-endpoint"] == "long"
             with pytest.raises(openai.BadRequestError) as refused:
-                await create(model="demo-8b", max_completion_tokens=4, messages=long * 6)
+                await create(model="demo-8b", max_completion_tokens=4, messages=long * 20)
             assert refused.value.code == "context_length_exceeded"
             await first.parse().close()

@@ -403,10 +403,10 @@ def test_status_names_an_expired_certificate_and_the_valid_one_stays_in_use(
     assert "other.pem expired on 2020-01-02" in done.stdout
     ends = time.monotonic() + PATIENCE_S
     while (
-        "in use stays: it has expired" not in setup.gateway.stderr_text and time.monotonic() < ends
+        "keeping the certificate in use" not in setup.gateway.stderr_text and time.monotonic() < ends
     ):
         time.sleep(0.05)
-    assert "in use stays: it has expired" in setup.gateway.stderr_text
+    assert "keeping the certificate in use" in setup.gateway.stderr_text
     assert peer_certificate(setup, "other.example.org")["serialNumber"] == serial
     setup.authority.issue("other", "other.example.org", "*.wild.example.org")
 

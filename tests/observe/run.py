@@ -51,18 +51,18 @@ async def main(prometheus: str) -> int:
     """The exit code: 0 when every query that can have data has some."""
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with (
-        gateway_fleet(2, concurrency=2, pool=room) as home,
+        gateway_fleet(2, concurrency=2, pool=room) as fleet,
         split_fleet("vllm_nixl", groups=(1, 1)) as halves,
     ):
-        targets = [each.app.admin_url.removeprefix("http://") for each in (home, halves)]
+        targets = [each.app.admin_url.removeprefix("http://") for each in (fleet, halves)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prometheus.yml"
             file.write_text(CONFIG.format(rules=ROOT / RULES, one=targets[0], other=targets[1]))
             port = free_port()
             process = await started(prometheus, folder, file, port)
             try:
-                await asyncio.gather(traffic(home, halves), ready(home.http, port))
-                return await judged(home, halves, port)
+                await asyncio.gather(traffic(fleet, halves), ready(fleet.http, port))
+                return await judged(fleet, halves, port)
             finally:
                 process.terminate()
                 await asyncio.wait_for(process.wait(), 10)
@@ -93,33 +93,33 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def traffic(home: GatewayFleet, halves: SplitFleet) -> None:
+async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
     """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
-    await a_little_of_everything(home)
-    for member in home.groups:
+    await a_little_of_everything(fleet)
+    for member in fleet.groups:
         member.faults.set("")
     for number in range(SECONDS * 2):
-        await home.ask(stream=bool(number % 2), prompt=f"question {number}")
+        await fleet.ask(stream=bool(number % 2), prompt=f"question {number}")
         await halves.assert_right_answer(
             {"prompt": f"{number} " + SENTENCE * 30, "max_tokens": 4, "stream": True}
         )
         await asyncio.sleep(0.5)
 
 
-async def judged(home: GatewayFleet, halves: SplitFleet, port: int) -> int:
+async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
     """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses it, by name."""
     seen: Seen = defaultdict(set)
-    for each in (home, halves):
+    for each in (fleet, halves):
         note(each.app.metrics.render().decode(), seen)
     url, hand = f"http://127.0.0.1:{port}/api/v1", by_hand()
-    catalogue = home.app.metrics.catalogue()
+    catalogue = fleet.app.metrics.catalogue()
     labelled = {spec.name for spec in catalogue if spec.labels}
     empty: list[str] = []
     excused: set[str] = set()
     unknown = asked_for = 0
     for where, query in queries().items():
         sent = filled(limited(query, catalogue) if where.startswith("penstock-") else query, "10s")
-        found = await answer_of(home.http, f"{url}/query", query=sent)
+        found = await answer_of(fleet.http, f"{url}/query", query=sent)
         asked_for += 1
         unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
         if not found:
@@ -133,12 +133,12 @@ async def judged(home: GatewayFleet, halves: SplitFleet, port: int) -> int:
                 empty.append(f"{where}: {query}")
     rules = [
         rule
-        for group in (await data(home.http, f"{url}/rules"))["groups"]
+        for group in (await data(fleet.http, f"{url}/rules"))["groups"]
         for rule in group["rules"]
     ]
     ill = [rule["name"] for rule in rules if rule["health"] != "ok"]
     marks = await data(
-        home.http,
+        fleet.http,
         f"{url}/query_exemplars",
         query="penstock_ttft_seconds_bucket",
         start="0",

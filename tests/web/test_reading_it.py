@@ -21,20 +21,20 @@ CLIPPED = """[...document.querySelectorAll("#why, #why li")].filter(
     (each) => each.scrollHeight > each.clientHeight + 1 || each.scrollWidth > each.clientWidth + 1).length"""
 
 
-def name_of(home: GatewayFleet, number: int) -> str:
-    return home.app.gateway.endpoints.all()[number].endpoint.name
+def name_of(fleet: GatewayFleet, number: int) -> str:
+    return fleet.app.gateway.endpoints.all()[number].endpoint.name
 
 
-def rename(home: GatewayFleet, number: int, name: str) -> None:
-    live = home.app.gateway.endpoints.all()[number]
+def rename(fleet: GatewayFleet, number: int, name: str) -> None:
+    live = fleet.app.gateway.endpoints.all()[number]
     live.endpoint = msgspec.structs.replace(live.endpoint, name=name)
 
 
 async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(
     browser: Browser,
 ) -> None:
-    async with gateway_fleet(2, speed=2.0) as home, opened(browser, home) as page:
-        await busy(home)
+    async with gateway_fleet(2, speed=2.0) as fleet, opened(browser, fleet) as page:
+        await busy(fleet)
         legend, chart = page.locator("#chart-ttft-legend"), page.locator("#chart-ttft")
         await expect(legend).to_have_text(re.compile(r"TTFT p95 [0-9.]+ m?s.*budget 5\.00 s.*now"))
         await expect(page.locator("#chart-traffic-legend")).to_have_text(
@@ -63,7 +63,7 @@ async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser
         [[5.0], [5.0]],
         [[1e-5, None], [60.0, 60.0]],
     ]
-    async with gateway_fleet(1) as home, opened(browser, home) as page:
+    async with gateway_fleet(1) as fleet, opened(browser, fleet) as page:
         for rows in charts:
             low, high = await page.evaluate(BOUNDS, rows)
             values = [value for row in rows for value in row if value is not None]
@@ -73,14 +73,14 @@ async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser
 async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(
     browser: Browser,
 ) -> None:
-    async with gateway_fleet(4) as home, opened(browser, home) as page:
-        await busy(home)
-        home.groups[2].faults.set("refuse")
-        home.app.gateway.endpoints.drain(home.app.gateway.endpoints.all()[3], True)
-        broken, drained = name_of(home, 2), name_of(home, 3)
+    async with gateway_fleet(4) as fleet, opened(browser, fleet) as page:
+        await busy(fleet)
+        fleet.groups[2].faults.set("refuse")
+        fleet.app.gateway.endpoints.drain(fleet.app.gateway.endpoints.all()[3], True)
+        broken, drained = name_of(fleet, 2), name_of(fleet, 3)
         names = page.locator("#rows th")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(1)
-        await expect(names).to_have_text([broken, drained, name_of(home, 0), name_of(home, 1)])
+        await expect(names).to_have_text([broken, drained, name_of(fleet, 0), name_of(fleet, 1)])
         await expect(heading(page, "state")).to_have_attribute("aria-sort", "descending")
         for column in await page.locator("#fleet th[data-sort]").all():
             await column.get_by_role("button").click()
@@ -90,7 +90,7 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         await page.keyboard.press("Enter")
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "ascending")
         everyone = sorted(
-            (name_of(home, number) for number in range(4)),
+            (name_of(fleet, number) for number in range(4)),
             key=lambda name: int(name.split(":")[-1]),
         )
         await expect(names).to_have_text(everyone)
@@ -111,11 +111,11 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
     browser: Browser,
 ) -> None:
     async with (
-        gateway_fleet(2, pool={"policy": "prefix_aware"}) as home,
-        opened(browser, home) as page,
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
     ):
         await expect(page.locator("#requests-empty")).to_have_text("No request has ended yet.")
-        await busy(home, 6)
+        await busy(fleet, 6)
         rows = page.locator("#requests tr")
         await expect(rows).to_have_count(6)
         await expect(rows.first).to_contain_text(
@@ -132,9 +132,9 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
         await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
-        home.groups[0].faults.set("refuse")
-        home.groups[1].faults.set("refuse")
-        await home.ask()
+        fleet.groups[0].faults.set("refuse")
+        fleet.groups[1].faults.set("refuse")
+        await fleet.ask()
         await page.check("#problems")
         await expect(rows).to_have_count(1)
         await expect(rows.first).to_have_class("s-bad")
@@ -144,17 +144,17 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
 
 async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser) -> None:
     async with (
-        gateway_fleet(2, pool={"policy": "prefix_aware"}) as home,
-        opened(browser, home) as page,
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
     ):
-        rename(home, 0, MARKUP)
+        rename(fleet, 0, MARKUP)
         for _ in range(4):
-            await home.ask()
+            await fleet.ask()
         x = Exchange("req_markup", Api.CHAT, "127.0.0.1", 0.0)
         x.model = x.tenant = x.detail = x.reason = MARKUP
         x.outcome, x.status, x.retries = "refused", 503, [MARKUP]
-        home.app.gateway.accounts.explained.keep(x, Usage(), 0, 1.0)
-        home.groups[0].faults.set("refuse")
+        fleet.app.gateway.accounts.explained.keep(x, Usage(), 0, 1.0)
+        fleet.groups[0].faults.set("refuse")
         await expect(page.locator("#rows")).to_contain_text(MARKUP)
         await expect(page.locator("#map")).to_contain_text(MARKUP)
         await expect(page.locator("#why")).to_contain_text(f"{MARKUP} is out")
@@ -167,10 +167,10 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
 
 @pytest.mark.parametrize("width", [400, 1280])
 async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) -> None:
-    async with gateway_fleet(12) as home, opened(browser, home, width=width) as page:
-        for number, group in enumerate(home.groups):
+    async with gateway_fleet(12) as fleet, opened(browser, fleet, width=width) as page:
+        for number, group in enumerate(fleet.groups):
             rename(
-                home,
+                fleet,
                 number,
                 f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
             )
@@ -182,8 +182,8 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
 
 
 async def test_values_in_the_table_and_the_tiles_have_their_units(browser: Browser) -> None:
-    async with gateway_fleet(1, speed=2.0) as home, opened(browser, home) as page:
-        await busy(home, 8)
+    async with gateway_fleet(1, speed=2.0) as fleet, opened(browser, fleet) as page:
+        await busy(fleet, 8)
         await expect(page.locator("#rows td.num").nth(3)).to_have_text(re.compile(r"\d m?s"))
         for cell in await page.locator("#rows td.num").all_inner_texts():
             assert re.fullmatch(r"–|[0-9.k]+ (req|tok|%|ms|s)", cell), cell

@@ -1,5 +1,5 @@
-"""`penstock doctor`: what can be known of engines and of a configuration before traffic meets them.
+"""`penstock doctor`: check engines and a configuration before they receive traffic.
 
-gateway/cli/doctor/probe.py asks one engine, gateway/cli/doctor/engine.py judges what it said, gateway/cli/doctor/checklist.py goes through what a fleet of TP groups should have
-before production, gateway/cli/doctor/command.py prints. Nothing here is used while serving.
+probe.py sends requests to one engine, engine.py evaluates the responses, checklist.py evaluates a
+fleet of TP groups for production, command.py prints. Nothing here runs while the gateway serves.
 """

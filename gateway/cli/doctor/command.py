@@ -1,4 +1,4 @@
-"""The command `penstock doctor`. Exit codes: 0 nothing failed, 1 something did, 2 wrong usage."""
+"""The command `penstock doctor`. Exit codes: 0 no check failed, 1 a check failed, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from gateway.http.tls_clients import ClientContexts
 from kvtransfer.dialects import by_itself
 
 THREADS = 16
-TOKENS_TIMED = 32
-WIDTH_WITHOUT_A_TERMINAL = 120
+MEASURED_TOKENS = 32
+PIPE_WIDTH = 120
 MARKS: Mapping[Verdict, tuple[str, str]] = MappingProxyType(
     {
         Verdict.PASS: ("ok", "green"),
@@ -43,66 +43,114 @@ MARKS: Mapping[Verdict, tuple[str, str]] = MappingProxyType(
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file to go through.")] = None,
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="URL of an engine; repeat for more.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also time decoding, alone and 16 at once.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Ask no engine for a token.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="A row per engine, however many there are.")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Configuration file to check.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure decode speed at batch 1 and 16.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Do not request a token from any engine.")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Examine engines and a configuration before traffic meets them: what works, what does not, and what to do."""
+    """Check engines and a configuration before production, with a fix for every problem."""
     if (config is None) == (not engine):
-        raise typer.BadParameter("give either --config FILE or --engine URL, once per engine")
+        raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
     findings = list(_findings(config, engine or [], measure=measure and not quiet, token=not quiet))
-    failed = any(each.verdict is Verdict.FAIL for each in findings)
+    failed = any(finding.verdict is Verdict.FAIL for finding in findings)
     if as_json:
-        print_json({"ok": not failed, "findings": [msgspec.structs.asdict(each) for each in findings]})
+        print_json(
+            {
+                "ok": not failed,
+                "findings": [msgspec.structs.asdict(finding) for finding in findings],
+            }
+        )
     else:
-        _show_counts(findings)
-        _show(findings if every else group_findings(findings))
+        _print_counts(findings)
+        _print_table(findings if every else group_findings(findings))
     raise typer.Exit(1 if failed else 0)
 
 
-def _findings(file: Path | None, urls: Sequence[str], *, measure: bool, token: bool) -> Iterator[Finding]:
+def _findings(
+    file: Path | None, urls: Sequence[str], *, measure: bool, token: bool
+) -> Iterator[Finding]:
     try:
         loaded = (
-            examine(file, os.environ) if file is not None else from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0)
+            examine(file, os.environ)
+            if file is not None
+            else from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0)
         )
     except ConfigError as error:
         for problem in error.problems:
             yield bad(
-                f"{problem.file}:{problem.line}:{problem.col}", "configuration", f"{problem.path} {problem.message}", ""
+                f"{problem.file}:{problem.line}:{problem.col}",
+                "configuration",
+                f"{problem.path} {problem.message}",
+                "",
             )
         return
     for problem in loaded.warnings:
         yield doubtful(
-            f"{Path(problem.file).name}:{problem.line}", "configuration", f"{problem.path} {problem.message}", ""
+            f"{Path(problem.file).name}:{problem.line}",
+            "configuration",
+            f"{problem.path} {problem.message}",
+            "",
         )
     yield from judge_redis(loaded.config)
-    yield from _examined(loaded, with_file=file is not None, measure=measure, token=token)
+    yield from _engine_findings(loaded, with_file=file is not None, measure=measure, token=token)
 
 
-def _examined(loaded: Loaded, *, with_file: bool, measure: bool, token: bool) -> Iterator[Finding]:
+def _engine_findings(
+    loaded: Loaded, *, with_file: bool, measure: bool, token: bool
+) -> Iterator[Finding]:
     config = loaded.config
-    for pool in [name for name, found in config.pools.items() if found.discover is not None]:
-        fix = "name them with --engine URL, or ask a gateway that runs: penstock status"
-        yield unknown(f"pool {pool}", "discovery", "who is discovered is not examined, who stands in the file is", fix)
-    specs = [(pool, spec) for pool, found in config.pools.items() for spec in found.endpoints]
+    for pool in [
+        name for name, pool_spec in config.pools.items() if pool_spec.discover is not None
+    ]:
+        fix = "check them with --engine URL, or use penstock status with a running gateway"
+        yield unknown(
+            f"pool {pool}",
+            "discovery",
+            "discovered endpoints are not checked, only those in the file",
+            fix,
+        )
+    specs = [
+        (pool, spec) for pool, pool_spec in config.pools.items() for spec in pool_spec.endpoints
+    ]
     with ThreadPoolExecutor(THREADS) as threads:
-        probes = threads.map(lambda each: _probe(each[1], config.health.path, token=token), specs)
-        members = [Member(described(pool, spec), found) for (pool, spec), found in zip(specs, probes, strict=True)]
+        probes = threads.map(
+            lambda spec_of_pool: _probe(spec_of_pool[1], config.health.path, token=token), specs
+        )
+        members = [
+            Member(described(pool, spec), result)
+            for (pool, spec), result in zip(specs, probes, strict=True)
+        ]
     served = [_served(config, member) for member in members]
     for member, own in zip(members, served, strict=True):
         pool = member.endpoint.pool
         named = [model for model in explicit_models(config) if model.pool == pool]
         models = {model.name: engine_name(model, member.endpoint) for model in named}
         split = any(model.split is not None for model in config.models if model.pool == pool)
-        elsewhere = frozenset().union(*(names for names in served if names is not own)) & models.keys()
-        yield from judge(member.found, member.endpoint, models, split=split, elsewhere=elsewhere)
-    reached = [member for member in members if member.found.problem is None]
-    if reached:
-        pace = _paces(config, reached) if measure else {}
-        yield from points(Fleet(reached, config if with_file else None, pace))
+        elsewhere = frozenset().union(*(names for names in served if names is not own))
+        yield from judge(
+            member.found,
+            member.endpoint,
+            models,
+            split=split,
+            elsewhere=elsewhere & models.keys(),
+        )
+    reachable = [member for member in members if member.found.problem is None]
+    if reachable:
+        pace = _measure_paces(config, reachable) if measure else {}
+        yield from points(Fleet(reachable, config if with_file else None, pace))
 
 
 def _served(config: Config, member: Member) -> frozenset[str]:
@@ -113,14 +161,17 @@ def _served(config: Config, member: Member) -> frozenset[str]:
 
 
 def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> Probed:
-    """A half of split requests is asked as the half that it is."""
-    half = {} if spec.role == "both" else by_itself(spec.engine)
-    more = half if token else None
+    """Query one engine; for an endpoint of split requests, send a request of its role."""
+    role_members = {} if spec.role == "both" else by_itself(spec.engine)
+    more = role_members if token else None
     return probe(spec.url, _key(spec), health_path, more=more, encryption=ClientContexts().of(spec))
 
 
-def _paces(config: Config, members: Sequence[Member]) -> dict[str, tuple[float, float]]:
-    """Seconds per token alone and among 16, by endpoint, one endpoint after the other. Who fails is left out."""
+def _measure_paces(config: Config, members: Sequence[Member]) -> dict[str, tuple[float, float]]:
+    """Return the seconds per token at batch 1 and 16 by endpoint, measured one endpoint at a time.
+
+    Endpoints whose requests fail are left out.
+    """
     specs = {spec.url: spec for pool in config.pools.values() for spec in pool.endpoints}
     contexts = ClientContexts()
     paces = {}
@@ -128,14 +179,16 @@ def _paces(config: Config, members: Sequence[Member]) -> dict[str, tuple[float, 
         url, model = member.endpoint.url, next(iter(models_of(member.found)), None)
         if model is None:
             continue
-        asked = (url, _key(specs[url]), model, TOKENS_TIMED, contexts.of(specs[url]))
+        arguments = (url, _key(specs[url]), model, MEASURED_TOKENS, contexts.of(specs[url]))
         try:
-            alone = decode_s(*asked)
+            alone_s = decode_s(*arguments)
             with ThreadPoolExecutor(16) as threads:
-                many = list(threads.map(lambda _, asked=asked: decode_s(*asked), range(16)))
+                concurrent_s = list(
+                    threads.map(lambda _, arguments=arguments: decode_s(*arguments), range(16))
+                )
         except (OSError, http.client.HTTPException):
             continue
-        paces[member.endpoint.name] = (alone, sum(many) / len(many))
+        paces[member.endpoint.name] = (alone_s, sum(concurrent_s) / len(concurrent_s))
     return paces
 
 
@@ -143,21 +196,25 @@ def _key(spec: EndpointSpec) -> str | None:
     return None if spec.api_key is None else spec.api_key.reveal()
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _print_table(findings: Sequence[Finding]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "what", "check", "seen"):
         table.add_column(name, overflow="fold")
-    for each in findings:
-        mark, style = MARKS[each.verdict]
-        seen = Text(shown(each.seen))
-        if each.fix:
-            seen.append(f"\n-> {each.fix}", "dim")
-        table.add_row(Text(mark, style), Text(each.subject, "bold"), Text(each.check), seen)
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_A_TERMINAL).print(table)
+    for finding in findings:
+        mark, style = MARKS[finding.verdict]
+        seen = Text(shown(finding.seen))
+        if finding.fix:
+            seen.append(f"\n-> {finding.fix}", "dim")
+        table.add_row(Text(mark, style), Text(finding.subject, "bold"), Text(finding.check), seen)
+    Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
 
 
-def _show_counts(findings: Sequence[Finding]) -> None:
-    counts = {verdict: sum(each.verdict is verdict for each in findings) for verdict in Verdict}
-    told = f"{counts[Verdict.PASS]} fine, {counts[Verdict.WARN]} doubtful, {counts[Verdict.FAIL]} failed"
-    style = "red" if counts[Verdict.FAIL] else "green"
-    say(f"{told}, {counts[Verdict.UNKNOWN]} not to be seen from here", style=style)
+def _print_counts(findings: Sequence[Finding]) -> None:
+    counts = {
+        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict
+    }
+    summary = (
+        f"{counts[Verdict.PASS]} passed, {counts[Verdict.WARN]} warnings, "
+        f"{counts[Verdict.FAIL]} failed, {counts[Verdict.UNKNOWN]} unknown"
+    )
+    say(summary, style="red" if counts[Verdict.FAIL] else "green")

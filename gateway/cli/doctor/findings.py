@@ -1,4 +1,4 @@
-"""What doctor says: a verdict about one thing, what was seen, and what to do."""
+"""The findings of doctor: a verdict on one check, what was observed, and what to do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import msgspec
 
 
 class Verdict(StrEnum):
-    """UNKNOWN is no failure: nobody outside the engine can tell, and `fix` says how to find out."""
+    """The result of a check.
 
-    PASS = "pass"  # noqa: S105  # a verdict, no secret
+    UNKNOWN is not a failure: it cannot be determined from outside the engine, and `fix` says how to
+    find out.
+    """
+
+    PASS = "pass"  # noqa: S105  # not a password
     WARN = "warn"
     FAIL = "fail"
     UNKNOWN = "unknown"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check of one subject: an engine's name, a place in a file, or the fleet."""
+    """One check of one subject: an engine's name, a position in a file, or the fleet."""
 
     subject: str
     check: str
@@ -28,44 +32,50 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def good(subject: str, check: str, seen: str) -> Finding:
+    """Return the finding of a check that passed."""
     return Finding(subject, check, Verdict.PASS, seen)
 
 
 def doubtful(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that passed with a warning."""
     return Finding(subject, check, Verdict.WARN, seen, fix)
 
 
 def bad(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that failed."""
     return Finding(subject, check, Verdict.FAIL, seen, fix)
 
 
 def unknown(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """Return the finding of a check that cannot be decided from outside the engine."""
     return Finding(subject, check, Verdict.UNKNOWN, seen, fix)
 
 
-MOST_SUBJECTS = 8
+MAX_SUBJECTS = 8
 NAMED_SUBJECTS = 3
 _SEVERITY = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.PASS)
 
 
 def group_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding per check and verdict where there are many subjects, the worst verdicts first.
+    """Merge findings of many subjects into one per check and verdict, worst verdicts first.
 
-    With at most MOST_SUBJECTS subjects the findings are returned as they are.
+    With at most MAX_SUBJECTS subjects, returns the findings unchanged.
     """
-    if len({each.subject for each in findings}) <= MOST_SUBJECTS:
+    if len({finding.subject for finding in findings}) <= MAX_SUBJECTS:
         return list(findings)
     groups: dict[tuple[Verdict, str, str], list[Finding]] = {}
-    for each in findings:
-        groups.setdefault((each.verdict, each.check, each.fix), []).append(each)
+    for finding in findings:
+        groups.setdefault((finding.verdict, finding.check, finding.fix), []).append(finding)
     merged = [_merge(group) for group in groups.values()]
-    return sorted(merged, key=lambda each: _SEVERITY.index(each.verdict))
+    return sorted(merged, key=lambda finding: _SEVERITY.index(finding.verdict))
 
 
 def _merge(group: Sequence[Finding]) -> Finding:
-    first, more = group[0], len(group) - NAMED_SUBJECTS
-    subject = ", ".join(each.subject for each in group[:NAMED_SUBJECTS])
-    if more > 0:
-        subject += f" and {more} more"
-    is_same = all(each.seen == first.seen for each in group)
-    return msgspec.structs.replace(first, subject=subject, seen=first.seen if is_same else f"for instance {first.seen}")
+    first, others = group[0], len(group) - NAMED_SUBJECTS
+    subject = ", ".join(finding.subject for finding in group[:NAMED_SUBJECTS])
+    if others > 0:
+        subject += f" and {others} more"
+    is_same = all(finding.seen == first.seen for finding in group)
+    return msgspec.structs.replace(
+        first, subject=subject, seen=first.seen if is_same else f"for example: {first.seen}"
+    )

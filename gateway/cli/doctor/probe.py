@@ -1,6 +1,6 @@
-"""Asks one engine what it is: a few GETs over one connection, and one request for a single token.
+"""Queries one engine: a few GET requests over one connection, and one request for a single token.
 
-Lives here: I/O and nothing else; what was answered is kept as it came. Blocking calls, for threads.
+Lives here: I/O only; responses are kept as they are. The calls block and are meant for threads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from gateway.util.tls import Encryption
 
 TIMEOUT_S = 10.0
-CAP_BYTES = 4 << 20
+MAX_RESPONSE_BYTES = 4 << 20
 METRICS_PATHS = ("/metrics", "/prometheus/metrics")
 PROMPT = "1 2 3 4 5 6 7 8"
-REQUESTS = ("ChatCompletionRequest", "CompletionRequest")
-EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
+REQUEST_SCHEMAS = ("ChatCompletionRequest", "CompletionRequest")
+VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
 class Said(msgspec.Struct, frozen=True):
-    """An answer: its status, its JSON if it was any, its text, and how long it took, seconds."""
+    """A response: its status, its JSON or None, its text, and the seconds it took."""
 
     status: int
     json: Any
@@ -36,10 +36,12 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Probed(msgspec.Struct):
-    """What one engine said. None: not asked, or not answered.
+    """The responses of one engine; None where there is none.
 
-    problem     why nothing can be said of it         connections  opened for all of the GETs: one is keep-alive
-    skew_s      its clock less ours, by Date          token        the answer to a request for one token
+    problem      why the engine could not be queried
+    connections  connections opened for all GET requests: 1 with keep-alive
+    skew_s       the engine's clock minus ours in seconds, from its Date header
+    token        the response to a request for one token
     """
 
     url: str
@@ -55,9 +57,11 @@ class Probed(msgspec.Struct):
 
 
 class EncryptedConnection(http.client.HTTPSConnection):
-    """A connection by TLS that may ask for another server name than the host of its URL."""
+    """A TLS connection whose server name may differ from the host of its URL."""
 
-    def __init__(self, host: str, port: int | None, encryption: Encryption, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int | None, encryption: Encryption, timeout_s: float
+    ) -> None:
         super().__init__(host, port, timeout=timeout_s, context=encryption.context)
         self._encryption = encryption
 
@@ -73,11 +77,15 @@ class EncryptedConnection(http.client.HTTPSConnection):
             raise
 
 
-class Line:
-    """One connection to an engine, opened anew when the engine has closed it."""
+class EngineConnection:
+    """A keep-alive connection to an engine, reopened when the engine has closed it."""
 
     def __init__(
-        self, url: str, key: str | None, timeout_s: float = TIMEOUT_S, encryption: Encryption | None = None
+        self,
+        url: str,
+        key: str | None,
+        timeout_s: float = TIMEOUT_S,
+        encryption: Encryption | None = None,
     ) -> None:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -91,9 +99,10 @@ class Line:
         self.skew_s: float | None = None
 
     def ask(self, method: str, path: str, body: object = None) -> Said:
-        """One answer. Raises OSError or HTTPException.
+        """Send one request and return the response. Raises OSError or HTTPException.
 
-        An engine may close a kept connection at any time, so a reused one that fails is opened again once.
+        An engine may close an idle connection at any time, so a request that fails on a reused
+        connection is sent again on a new one.
         """
         reused = self._connection.sock is not None
         try:
@@ -105,27 +114,34 @@ class Line:
             return self._ask_once(method, path, body)
 
     def _ask_once(self, method: str, path: str, body: object) -> Said:
-        began = time.monotonic()
+        started_at = time.monotonic()
         if self._connection.sock is None:
             self._connection.connect()
             self.opened += 1
         headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
-        self._connection.request(method, self._prefix + path, None if body is None else json.dumps(body), headers)
+        self._connection.request(
+            method, self._prefix + path, None if body is None else json.dumps(body), headers
+        )
         sent = time.time()
-        answer = self._connection.getresponse()
-        text = answer.read(CAP_BYTES)
-        if not answer.isclosed():  # longer than we read
+        response = self._connection.getresponse()
+        text = response.read(MAX_RESPONSE_BYTES)
+        if not response.isclosed():  # the response is longer than the limit
             self._connection.close()
-        self._look_at(answer.headers.get("Date"), (sent + time.time()) / 2)
-        return Said(answer.status, _json(text), text, time.monotonic() - began)
+        self._update_skew(response.headers.get("Date"), (sent + time.time()) / 2)
+        return Said(response.status, _json(text), text, time.monotonic() - started_at)
 
     def close(self) -> None:
         self._connection.close()
 
-    def _look_at(self, date: str | None, now: float) -> None:
-        """The Date of an answer has whole seconds, cut off: half of one is added."""
+    def _update_skew(self, date: str | None, now: float) -> None:
+        """Update the clock skew from a Date header.
+
+        Date is truncated to whole seconds, so half a second is added.
+        """
         try:
-            self.skew_s = parsedate_to_datetime(date).timestamp() + 0.5 - now if date else self.skew_s
+            self.skew_s = (
+                parsedate_to_datetime(date).timestamp() + 0.5 - now if date else self.skew_s
+            )
         except ValueError:
             return
 
@@ -138,65 +154,80 @@ def probe(
     more: Mapping[str, object] | None = None,
     encryption: Encryption | None = None,
 ) -> Probed:
-    """Everything, in a second or so; `problem` is set when the engine cannot be reached.
+    """Query the engine, which takes about a second.
 
-    `more` is what a request for one token needs beside the usual; None: ask for none.
+    Sets `problem` when the engine cannot be reached. `more` holds extra members of the one-token
+    request; None sends no such request.
     """
-    found, line = Probed(url), Line(url, key, encryption=encryption)
+    result, connection = Probed(url), EngineConnection(url, key, encryption=encryption)
     try:
-        found.health = line.ask("GET", health_path)
-        found.models = line.ask("GET", "/v1/models")
-        found.version = line.ask("GET", "/version")
-        found.schema = line.ask("GET", "/openapi.json")
+        result.health = connection.ask("GET", health_path)
+        result.models = connection.ask("GET", "/v1/models")
+        result.version = connection.ask("GET", "/version")
+        result.schema = connection.ask("GET", "/openapi.json")
         for path in METRICS_PATHS:
-            found.metrics = line.ask("GET", path)
-            if found.metrics.status == 200:
+            result.metrics = connection.ask("GET", path)
+            if result.metrics.status == 200:
                 break
-        found.connections, found.skew_s = line.opened, line.skew_s
-        model = next(iter(models_of(found)), None)
+        result.connections, result.skew_s = connection.opened, connection.skew_s
+        model = next(iter(models_of(result)), None)
         if more is not None and model is not None:
-            found.token = _token(line, one_token(model), more)
+            result.token = _token(connection, one_token(model), more)
     except (OSError, http.client.HTTPException) as error:
-        found.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        result.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     finally:
-        line.close()
-    return found
+        connection.close()
+    return result
 
 
-def _token(line: Line, wanted: Mapping[str, Any], more: Mapping[str, object]) -> Said:
-    """One token, with its id if the engine knows how to tell: some refuse what they do not know."""
-    said = line.ask("POST", "/v1/completions", {**wanted, **more})
-    if said.status not in (400, 422):
-        return said
-    plain = {name: value for name, value in wanted.items() if name not in EXTENSIONS}
-    return line.ask("POST", "/v1/completions", {**plain, **more})
+def _token(
+    connection: EngineConnection, body: Mapping[str, Any], more: Mapping[str, object]
+) -> Said:
+    """Request one token, with its token ids if the engine accepts that member."""
+    response = connection.ask("POST", "/v1/completions", {**body, **more})
+    if response.status not in (400, 422):
+        return response
+    plain = {name: value for name, value in body.items() if name not in VLLM_EXTENSIONS}
+    return connection.ask("POST", "/v1/completions", {**plain, **more})
 
 
 def one_token(model: str, tokens: int = 1) -> dict[str, Any]:
-    """A request for so many tokens that tells token ids where the engine can."""
-    wanted = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
-    return wanted | {"return_token_ids": True, "ignore_eos": True}
+    """Return a completion request for `tokens` tokens that also asks for token ids."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+    return body | {"return_token_ids": True, "ignore_eos": True}
 
 
-def models_of(found: Probed) -> dict[str, int | None]:
-    """Names of the models it lists, with their context in tokens if told."""
-    data = found.models.json.get("data") if found.models is not None and isinstance(found.models.json, dict) else None
+def models_of(result: Probed) -> dict[str, int | None]:
+    """Return the context length in tokens by model name; None where the engine reports none."""
+    data = (
+        result.models.json.get("data")
+        if result.models is not None and isinstance(result.models.json, dict)
+        else None
+    )
     if not isinstance(data, list):
         return {}
     cards = [card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)]
     return {card["id"]: _number(card.get("max_model_len")) for card in cards}
 
 
-def decode_s(url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None) -> float:
-    """Seconds per output token of one request, its first token's time taken off. Raises OSError or HTTPException."""
-    line = Line(url, key, timeout_s=120.0, encryption=encryption)
+def decode_s(
+    url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None
+) -> float:
+    """Return the seconds per output token of one request, without the first token.
+
+    Raises OSError or HTTPException.
+    """
+    connection = EngineConnection(url, key, timeout_s=120.0, encryption=encryption)
     try:
-        short, long = (line.ask("POST", "/v1/completions", one_token(model, length)) for length in (1, 1 + tokens))
+        short, long = (
+            connection.ask("POST", "/v1/completions", one_token(model, length))
+            for length in (1, 1 + tokens)
+        )
     finally:
-        line.close()
-    for said in (short, long):
-        if said.status != 200:
-            raise OSError(f"status {said.status}")
+        connection.close()
+    for response in (short, long):
+        if response.status != 200:
+            raise OSError(f"status {response.status}")
     return max(0.0, long.took_s - short.took_s) / tokens
 
 
@@ -211,11 +242,14 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def request_members(found: Probed) -> list[frozenset[str]]:
-    """The members of each of the two requests, as its OpenAPI page names them; empty where it shows no such page."""
-    page = found.schema.json if found.schema is not None and found.schema.status == 200 else None
+def request_members(result: Probed) -> list[frozenset[str]]:
+    """Return the members of each request type according to the engine's OpenAPI page.
+
+    Empty if the engine has no such page.
+    """
+    page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     components = page.get("components") if isinstance(page, dict) else None
     schemas = components.get("schemas") if isinstance(components, dict) else None
-    requests = [schemas.get(name) for name in REQUESTS] if isinstance(schemas, dict) else []
-    members = [each.get("properties") for each in requests if isinstance(each, dict)]
-    return [frozenset(each) for each in members if isinstance(each, dict)]
+    requests = [schemas.get(name) for name in REQUEST_SCHEMAS] if isinstance(schemas, dict) else []
+    members = [schema.get("properties") for schema in requests if isinstance(schema, dict)]
+    return [frozenset(schema) for schema in members if isinstance(schema, dict)]

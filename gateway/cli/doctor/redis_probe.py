@@ -1,4 +1,4 @@
-"""Whether the Redis of a configuration can be used: a connection, a PING and the time."""
+"""Checks that the configured Redis is usable: connect, PING, TIME."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TIMEOUT_S = 3.0
 
 
 def judge_redis(config: Config) -> Iterator[Finding]:
-    """One finding where gateways share a view, none elsewhere."""
+    """Yield one finding if the configuration shares state through Redis, none otherwise."""
     if config.shared is None:
         return
-    import redis  # 60 ms for those who need it
+    import redis  # slow to import, and only needed here
 
     from gateway.peers.redis_error import describe_redis_error
 
@@ -33,9 +33,9 @@ def judge_redis(config: Config) -> Iterator[Finding]:
         client.ping()
         client.time()
     except (redis.RedisError, OSError) as error:
-        fix = "until it is mended, each gateway routes by what it knows itself"
+        fix = "until it is repaired, each gateway routes by its own state alone"
         yield bad(place.url, CHECK, describe_redis_error(error), fix)
     else:
-        yield good(place.url, CHECK, "it answers")
+        yield good(place.url, CHECK, "it responds")
     finally:
         client.close()

@@ -1,2 +1,5 @@
-"""`penstock top`: the live view in a terminal. gateway/cli/top/command.py the command, gateway/cli/top/render.py what is drawn with rich, gateway/cli/top/tui.py the
-interactive one with textual, which is an extra: without it the same is drawn, and keys do nothing."""
+"""`penstock top`: the live view in a terminal.
+
+command.py is the command, render.py draws the view with rich, tui.py is the interactive version. That
+one needs textual (the extra `top`); without it the view is drawn but keys do nothing.
+"""

@@ -1,4 +1,7 @@
-"""The command `penstock top`: once, as JSON, or on and on. Exit codes: 0 done, 1 no gateway answers, 2 wrong usage."""
+"""The command `penstock top`: print the live view once, as JSON, or continuously.
+
+Exit codes: 0 success, 1 no gateway responds, 2 wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,23 @@ from gateway.cli.admin_client import (
 from gateway.cli.output import Json, fail, print_json, say
 from gateway.cli.top.render import board
 
-WIDTH_WITHOUT_A_TERMINAL = 132
-NO_KEYS = Text(f"For keys (drain, explain, filter): {sys.executable} -m pip install textual", "dim")
+PIPE_WIDTH = 132
+NO_KEYS = Text(
+    f"To drain, explain and filter with keys: {sys.executable} -m pip install textual", "dim"
+)
 
 
 @with_admin_options
 def top(
     admin: AdminAddress,
-    once: Annotated[bool, typer.Option("--once", help="Print it once and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """The fleet in this terminal: who serves, how fast, what flows where, and why. Keys are shown at the bottom."""
+    """Show the fleet live in this terminal: endpoints, latencies, KV flow and problems.
+
+    The keys are shown at the bottom.
+    """
     server = Server(admin, key_file)
     if as_json:
         print_json(server.ask("GET", "/live"))
@@ -47,16 +55,16 @@ def top(
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_A_TERMINAL)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def _follow(server: Server) -> None:
     console = _console()
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as shown:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             for frame in server.stream("/live/stream"):
-                shown.update(Group(board(frame), NO_KEYS), refresh=True)
-        say("the gateway has ended its stream")
+                live.update(Group(board(frame), NO_KEYS), refresh=True)
+        say("the gateway has closed the stream")
     except NoAnswerError as error:
         fail(str(error))
     except KeyboardInterrupt:

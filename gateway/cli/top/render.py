@@ -1,4 +1,7 @@
-"""The live view drawn with rich: totals, the fleet, the flow of KV, and why. Pure: a view in, something to print."""
+"""Draws the live view with rich: totals, endpoints, KV flow, and the diagnosis.
+
+Pure functions from a view to renderables.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,32 @@ STYLES: Mapping[str, str] = {
     "leaving": "cyan",
 }
 GRADES: Mapping[str, str] = {"bad": "bold red", "warn": "yellow", "note": "dim"}
-NAMES: Mapping[str, str] = {"dead": "DEAD", "ejected": "OUT"}
+STATE_NAMES: Mapping[str, str] = {"dead": "DEAD", "ejected": "OUT"}
 BARS = "▁▂▃▄▅▆▇█"
-SPARK = 20
-NONE = "-"
+SPARK_WIDTH = 20
+MISSING = "-"
 
 COLUMNS = (
-    *("group", "role", "layout", "state", "flight", "wait", "kv", "backlog", "hit", "ttft p95", "tpot p95"),
+    *(
+        "group",
+        "role",
+        "layout",
+        "state",
+        "flight",
+        "wait",
+        "kv",
+        "backlog",
+        "hit",
+        "ttft p95",
+        "tpot p95",
+    ),
     *("silent", "last minute"),
 )
-RIGHT = frozenset(COLUMNS[4:12])
+RIGHT_ALIGNED = frozenset(COLUMNS[4:12])
 
 
 def board(view: View) -> Group:
-    """Everything, top to bottom."""
+    """Return the complete view, top to bottom."""
     parts: list[Any] = [*heading(view), "", fleet(view["endpoints"])]
     if view["flow"]["pairs"]:
         parts += ["", flow(view["flow"])]
@@ -42,122 +57,148 @@ def board(view: View) -> Group:
 
 
 def heading(view: View) -> list[Text]:
-    """Two lines of totals, and one of promises where there were any."""
-    totals, config, ttft, tpot = view["totals"], view["config"], view["totals"]["ttft"], view["totals"]["tpot"]
-    up = sum(each["available"] for each in view["endpoints"])
+    """Return two lines of totals, and one of SLO attainment if there were requests."""
+    totals, config, ttft, tpot = (
+        view["totals"],
+        view["config"],
+        view["totals"]["ttft"],
+        view["totals"]["tpot"],
+    )
+    up = sum(row["available"] for row in view["endpoints"])
     shed = sum(totals["shed_per_s"].values())
     first = Text.assemble(
         ("penstock ", "bold"),
-        f"v{config['version']}   {up} of {len(view['endpoints'])} serve   ",
+        f"v{config['version']}   {up} of {len(view['endpoints'])} up   ",
         f"{totals['requests_per_s']:.1f} req/s   {totals['tokens_per_s']:.0f} tok/s   ",
         f"{totals['streams']} in flight   {totals['waiting']} waiting   ",
-        (f"{shed:.1f} refused/s   ", "yellow" if shed else ""),
+        (f"{shed:.1f} rejected/s   ", "yellow" if shed else ""),
         (f"{totals['errors_per_s']:.1f} failed/s", "red" if totals["errors_per_s"] else ""),
     )
-    late = "red" if (ttft["p95_s"] or 0.0) > ttft["budget_s"] else ""
+    ttft_style = "red" if (ttft["p95_s"] or 0.0) > ttft["budget_s"] else ""
     second = Text.assemble(
-        (_spread(ttft), late),
-        f" of {time_of(ttft['budget_s'])}   TPOT p95 {time_of(tpot['p95_s'])} of {time_of(tpot['budget_s'])}   ",
+        (_spread(ttft), ttft_style),
+        f" of {time_of(ttft['budget_s'])}   ",
+        f"TPOT p95 {time_of(tpot['p95_s'])} of {time_of(tpot['budget_s'])}   ",
         f"prefix hits {percent(totals['prefix_hit'])}",
     )
-    kept = "   ".join(f"{each['class']} {percent(each['ratio'])} kept" for each in totals["goodput"])
-    return [first, second, Text(kept)] if kept else [first, second]
+    slos = "   ".join(
+        f"{row['class']} SLO met {percent(row['ratio'])}" for row in totals["goodput"]
+    )
+    return [first, second, Text(slos)] if slos else [first, second]
 
 
 def _spread(ttft: Mapping[str, Any]) -> str:
-    """Percentiles of times to first token in the last minute; of a single one its value."""
+    """Return the TTFT percentiles of the last minute as text; of a single request its value."""
     if ttft.get("count") == 1:
         return f"TTFT {time_of(ttft['p50_s'])} (one request)"
-    return "TTFT " + "  ".join(f"{name} {time_of(ttft[f'{name}_s'])}" for name in ("p50", "p95", "p99"))
+    return "TTFT " + "  ".join(
+        f"{name} {time_of(ttft[f'{name}_s'])}" for name in ("p50", "p95", "p99")
+    )
 
 
 def fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per endpoint."""
+    """Return a table with one row per endpoint."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=True)
-    for each in endpoints:
-        table.add_row(*cells(each))
+        table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
+    for row in endpoints:
+        table.add_row(*cells(row))
     return table
 
 
-def cells(each: Mapping[str, Any]) -> list[Text]:
-    """The row of an endpoint, aligned with COLUMNS."""
-    style = STYLES.get(each["state"], "")
-    dim = "" if each["available"] else "dim"
+def cells(row: Mapping[str, Any]) -> list[Text]:
+    """Return the row of an endpoint, aligned with COLUMNS."""
+    style = STYLES.get(row["state"], "")
+    dim = "" if row["available"] else "dim"
     return [
-        Text(each["name"], "bold" if each["available"] else "bold red"),
-        Text(each["role"], dim),
-        Text(each["layout"], "dim"),
-        Text(state_of(each), style),
-        Text(f"{each['in_flight']}/{each['max_concurrency']}", dim),
-        Text(NONE if each["waiting"] is None else str(each["waiting"]), dim),
-        Text(percent(each["kv"]), dim),
-        Text(str(each["backlog_tokens"] or NONE), dim),
-        Text(percent(each["hit"]), dim),
-        Text(time_of(each["ttft_p95_s"]), dim),
-        Text(time_of(each["tpot_p95_s"]), dim),
+        Text(row["name"], "bold" if row["available"] else "bold red"),
+        Text(row["role"], dim),
+        Text(row["layout"], "dim"),
+        Text(state_of(row), style),
+        Text(f"{row['in_flight']}/{row['max_concurrency']}", dim),
+        Text(MISSING if row["waiting"] is None else str(row["waiting"]), dim),
+        Text(percent(row["kv"]), dim),
+        Text(str(row["backlog_tokens"] or MISSING), dim),
+        Text(percent(row["hit"]), dim),
+        Text(time_of(row["ttft_p95_s"]), dim),
+        Text(time_of(row["tpot_p95_s"]), dim),
         Text(
-            f"{each['silence_s']:.1f}s" if each["silence_s"] > 0.5 else NONE, "yellow" if each["silence_s"] > 2 else dim
+            f"{row['silence_s']:.1f}s" if row["silence_s"] > 0.5 else MISSING,
+            "yellow" if row["silence_s"] > 2 else dim,
         ),
-        Text(spark(each["spark"]), "cyan"),
+        Text(spark(row["spark"]), "cyan"),
     ]
 
 
-def state_of(each: Mapping[str, Any]) -> str:
-    """up; OUT 14s connect_failed."""
-    state = NAMES.get(each["state"], each["state"])
-    if each["state"] in ("up", "drained", "draining", "leaving") or each["since_s"] is None:
+def state_of(row: Mapping[str, Any]) -> str:
+    """Return the state as text, such as `up` or `OUT 14s connect_failed`."""
+    state = STATE_NAMES.get(row["state"], row["state"])
+    if row["state"] in ("up", "drained", "draining", "leaving") or row["since_s"] is None:
         return str(state)
-    return f"{state} {each['since_s']:.0f}s {each['cause'] or ''}".rstrip()
+    return f"{state} {row['since_s']:.0f}s {row['cause'] or ''}".rstrip()
 
 
-def flow(told: Mapping[str, Any]) -> Table:
-    """Handoffs from prefill (rows) to decode (columns), and their bytes where engines tell."""
-    pairs = {(each["prefill"], each["decode"]): each for each in told["pairs"]}
+def flow(view: Mapping[str, Any]) -> Table:
+    """Return the handoffs from prefill endpoints (rows) to decode endpoints (columns).
+
+    The heading has the bytes per second, where engines report them.
+    """
+    pairs = {(pair["prefill"], pair["decode"]): pair for pair in view["pairs"]}
     columns = sorted({decode for _, decode in pairs})
     table = Table(box=None, pad_edge=False, header_style="dim")
-    carried = "".join(f", {volume(each)}/s by {name}" for name, each in told["kv_bytes_per_s"].items())
-    table.add_column(f"KV flow ({told['under_way']} under way{carried})")
+    carried = "".join(
+        f", {volume(pair)}/s by {name}" for name, pair in view["kv_bytes_per_s"].items()
+    )
+    table.add_column(f"KV flow ({view['under_way']} in progress{carried})")
     for name in columns:
         table.add_column(name, justify="right")
-    for row in sorted({prefill for prefill, _ in pairs}):
-        table.add_row(Text(row, "bold"), *(_handoffs(pairs.get((row, column))) for column in columns))
+    for prefill_name in sorted({prefill for prefill, _ in pairs}):
+        table.add_row(
+            Text(prefill_name, "bold"),
+            *(_handoffs(pairs.get((prefill_name, column))) for column in columns),
+        )
     return table
 
 
 def _handoffs(pair: Mapping[str, Any] | None) -> Text:
     if pair is None:
-        return Text(NONE, "dim")
+        return Text(MISSING, "dim")
     lost = f" {pair['failed']} failed" if pair["failed"] else ""
     moved = "" if pair["kv_bytes_per_s"] is None else f"{volume(pair['kv_bytes_per_s'])}/s "
-    return Text.assemble(f"{pair['per_s']:.1f}/s {moved}", (f"p95 {time_of(pair['p95_s'])}", "dim"), (lost, "red"))
+    return Text.assemble(
+        f"{pair['per_s']:.1f}/s {moved}", (f"p95 {time_of(pair['p95_s'])}", "dim"), (lost, "red")
+    )
 
 
 def reasons(why: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """The sentences, the gravest first."""
+    """Return the sentences of the diagnosis, most severe first."""
     if not why:
-        return [Text("nothing to explain: all is well", "dim")]
-    return [Text(f"{'!' if each['grade'] == 'bad' else '·'} {each['text']}", GRADES[each["grade"]]) for each in why]
+        return [Text("no problems", "dim")]
+    return [
+        Text(
+            f"{'!' if reason['grade'] == 'bad' else '·'} {reason['text']}", GRADES[reason["grade"]]
+        )
+        for reason in why
+    ]
 
 
 def spark(values: Sequence[int]) -> str:
-    """The line in SPARK characters, each the largest of its part."""
+    """Return a sparkline of SPARK_WIDTH characters, each the largest value of its interval."""
     if not values:
         return ""
-    width = max(1, len(values) // SPARK)
-    parts = [max(values[at : at + width]) for at in range(0, len(values), width)]
-    most = max(4, *parts)
-    return "".join(BARS[min(len(BARS) - 1, value * len(BARS) // (most + 1))] for value in parts)
+    width = max(1, len(values) // SPARK_WIDTH)
+    parts = [max(values[start : start + width]) for start in range(0, len(values), width)]
+    scale = max(4, *parts)
+    return "".join(BARS[min(len(BARS) - 1, value * len(BARS) // (scale + 1))] for value in parts)
 
 
 def percent(share: float | None) -> str:
-    """61.3%, or a dash."""
-    return NONE if share is None else f"{share * 100:.1f}%"
+    """Return a ratio as text: 61.3%, or a dash."""
+    return MISSING if share is None else f"{share * 100:.1f}%"
 
 
 def volume(count: float) -> str:
-    """1.25 GB, 31.0 MB, 0 B: bytes by thousands, three digits."""
+    """Return a byte count as text with decimal units: 1.25 GB, 31.0 MB, 0 B."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -166,7 +207,7 @@ def volume(count: float) -> str:
 
 
 def time_of(seconds: float | None) -> str:
-    """0.85s, 12ms, or a dash."""
+    """Return a duration as text: 0.85s, 12ms, or a dash."""
     if seconds is None:
-        return NONE
+        return MISSING
     return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else f"{seconds:.2f}s"

@@ -1,6 +1,7 @@
-"""The interactive `penstock top`, on textual: the same view, with a cursor and keys.
+"""The interactive `penstock top`, built on textual: the same view, with a cursor and keys.
 
-Lives here: widgets and keys. Not here: what is drawn (gateway/cli/top/render.py) and asked (operate.Server). Needs the extra `top`.
+Lives here: widgets and keys. What is drawn is in render.py, requests go through AdminClient. Needs
+the extra `top`.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from gateway.cli.top.render import COLUMNS, cells, flow, heading, reasons
 
 
 class Source(Protocol):
-    """Where views come from and wishes go: operate.Server, or a test's."""
+    """The client that provides views and sends requests: AdminClient, or a fake in tests."""
 
     def try_ask(self, method: str, path: str) -> Any: ...
     def stream(self, path: str) -> Iterator[Any]: ...
 
 
-class Told(ModalScreen[None]):
-    """A page over the others; any of its keys closes it."""
+class DetailPage(ModalScreen[None]):
+    """A page over the view; any of its keys closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "app.pop_screen", "close")]
-    CSS = "Told { align: center middle; } Told Static { width: 90%; padding: 1 2; border: round $primary; }"
+    CSS = """
+    DetailPage { align: center middle; }
+    DetailPage Static { width: 90%; padding: 1 2; border: round $primary; }
+    """
 
     def __init__(self, page: Group) -> None:
         super().__init__()
@@ -46,14 +50,17 @@ class Told(ModalScreen[None]):
         yield Static(self._page)
 
 
-class Confirm(ModalScreen[bool]):
-    """A question over the view; `y` answers yes, any other of its keys no."""
+class ConfirmDialog(ModalScreen[bool]):
+    """A yes/no question over the view; only `y` answers yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "yes"),
         Binding("n,escape,q,enter", "answer(False)", "no"),
     ]
-    CSS = "Confirm { align: center middle; } Confirm Static { width: auto; padding: 1 2; border: round $warning; }"
+    CSS = """
+    ConfirmDialog { align: center middle; }
+    ConfirmDialog Static { width: auto; padding: 1 2; border: round $warning; }
+    """
 
     def __init__(self, question: str) -> None:
         super().__init__()
@@ -67,16 +74,22 @@ class Confirm(ModalScreen[bool]):
 
 
 class Top(App[None]):
-    """The fleet, twice a second. `shown` is the view on the screen, empty before the first."""
+    """The application: it redraws the fleet twice a second.
+
+    `shown` is the view on the screen, empty before the first frame.
+    """
 
     TITLE = "penstock"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #heading { height: auto; padding: 0 1; }  DataTable { height: 1fr; }  #flow { height: auto; padding: 0 1; }
-    #why { height: auto; max-height: 9; padding: 0 1; border-top: solid $primary-muted; }  #filter { display: none; }
+    #heading { height: auto; padding: 0 1; }
+    DataTable { height: 1fr; }
+    #flow { height: auto; padding: 0 1; }
+    #why { height: auto; max-height: 9; padding: 0 1; border-top: solid $primary-muted; }
+    #filter { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "drain", "drain / bring back"),
+        Binding("d", "drain", "drain / undrain"),
         Binding("enter", "explain", "explain", priority=False),
         Binding("p", "pause", "pause"),
         Binding("slash", "filter", "filter"),
@@ -88,8 +101,8 @@ class Top(App[None]):
         super().__init__()
         self._source = source
         self.shown: Mapping[str, Any] = {}
-        self._paused = False
-        self._wanted = ""
+        self._is_paused = False
+        self._filter = ""
 
     def compose(self) -> ComposeResult:
         yield Static(id="heading")
@@ -107,23 +120,23 @@ class Top(App[None]):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """A thread of its own: it waits for the gateway, and hands frames to the screen's loop."""
+        """Receive frames in a thread and pass them to the application's event loop."""
         try:
             for frame in self._source.stream("/live/stream"):
                 if not self.is_running:
                     return
                 self.call_from_thread(self.show, frame)
-            ended = "the gateway has ended its stream"
+            ended = "the gateway has closed the stream"
         except NoAnswerError as error:
             ended = str(error)
-        except RuntimeError:  # the screen has closed meanwhile
+        except RuntimeError:  # the application has exited meanwhile
             return
         if self.is_running:
             self.call_from_thread(self.notify, ended, severity="error", timeout=3600)
 
     def show(self, view: Mapping[str, Any]) -> None:
-        """The next frame, unless the user wants to look at this one."""
-        if not self._paused:
+        """Show the next frame, unless the user has paused."""
+        if not self._is_paused:
             self.shown = view
             self._draw()
 
@@ -131,86 +144,110 @@ class Top(App[None]):
         view = self.shown
         if not view:
             return
-        mark = Text(" paused ", "reverse") if self._paused else Text("")
+        mark = Text(" paused ", "reverse") if self._is_paused else Text("")
         self.query_one("#heading", Static).update(
-            Group(*heading(view), mark) if self._paused else Group(*heading(view))
+            Group(*heading(view), mark) if self._is_paused else Group(*heading(view))
         )
-        self._rows([each for each in view["endpoints"] if self._wanted in _words(each)])
+        self._update_table(
+            [row for row in view["endpoints"] if self._filter in _searchable_text(row)]
+        )
         self.query_one("#flow", Static).update(flow(view["flow"]) if view["flow"]["pairs"] else "")
         self.query_one("#why", Static).update(Group(*reasons(view["why"])))
 
-    def _rows(self, endpoints: list[Mapping[str, Any]]) -> None:
-        """Cells are changed in place, so that the cursor stays where it is."""
+    def _update_table(self, endpoints: list[Mapping[str, Any]]) -> None:
+        """Update the table's cells in place, so that the cursor keeps its position."""
         table = self.query_one(DataTable)
-        keys = [_key(each) for each in endpoints]
+        keys = [_key(row) for row in endpoints]
         if [key.value for key in table.rows] != keys:
-            at = table.cursor_row
+            cursor_row = table.cursor_row
             table.clear()
-            for each in endpoints:
-                table.add_row(*cells(each), key=_key(each))
-            table.move_cursor(row=min(at, max(0, len(keys) - 1)))
+            for row in endpoints:
+                table.add_row(*cells(row), key=_key(row))
+            table.move_cursor(row=min(cursor_row, max(0, len(keys) - 1)))
             return
-        for each in endpoints:
-            for column, cell in zip(COLUMNS, cells(each), strict=True):
-                table.update_cell(_key(each), column, cell, update_width=True)
+        for row in endpoints:
+            for column, cell in zip(COLUMNS, cells(row), strict=True):
+                table.update_cell(_key(row), column, cell, update_width=True)
 
-    def _chosen(self) -> Mapping[str, Any] | None:
+    def _selected_row(self) -> Mapping[str, Any] | None:
         table = self.query_one(DataTable)
         if not table.row_count:
             return None
         key = table.ordered_rows[table.cursor_row].key.value
-        return next((each for each in self.shown["endpoints"] if _key(each) == key), None)
+        return next((row for row in self.shown["endpoints"] if _key(row) == key), None)
 
     def action_drain(self) -> None:
-        """Drain the chosen endpoint after a confirmation, or bring it back."""
-        each = self._chosen()
-        if each is None:
+        """Drain the selected endpoint after a confirmation, or undrain it."""
+        row = self._selected_row()
+        if row is None:
             return
-        name = each["name"]
-        if each["state"] in DRAINED:
+        name = row["name"]
+        if row["state"] in DRAINED:
             self._change(name, "undrain")
             return
-        question = f"Drain {name}? It gets no new requests; {each['in_flight']} in flight finish."
-        self.push_screen(Confirm(question), lambda confirmed: self._change(name, "drain") if confirmed else None)
+        question = (
+            f"Drain {name}? It receives no new requests; {row['in_flight']} in flight will finish."
+        )
+        self.push_screen(
+            ConfirmDialog(question),
+            lambda confirmed: self._change(name, "drain") if confirmed else None,
+        )
 
     def _change(self, name: str, action: str) -> None:
-        self._ask("POST", f"/endpoints/{quote(name, safe='')}/{action}", partial(self._drained, name))
+        self._ask(
+            "POST",
+            f"/endpoints/{quote(name, safe='')}/{action}",
+            partial(self._on_drain_reply, name),
+        )
 
-    def _drained(self, name: str, told: Mapping[str, Any]) -> None:
-        done = "gets nothing new" if told.get("drained") else "is asked again"
-        self.notify(told.get("message") or f"{name} {done}")
+    def _on_drain_reply(self, name: str, reply: Mapping[str, Any]) -> None:
+        effect = "receives no new requests" if reply.get("drained") else "receives requests again"
+        self.notify(reply.get("message") or f"{name} {effect}")
 
-    def _ask(self, method: str, path: str, tell: Callable[[Mapping[str, Any]], None]) -> None:
-        """Have the gateway asked beside the screen, which goes on whatever comes of it; `tell` hears the answer."""
+    def _ask(self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]) -> None:
+        """Send a request in a thread, and call `tell` with the reply or show the error."""
 
-        def asked() -> None:
+        def send_request() -> None:
             try:
-                told = self._source.try_ask(method, path)
+                reply = self._source.try_ask(method, path)
             except NoAnswerError as error:
                 self.call_from_thread(self.notify, str(error), severity="error")
             else:
-                self.call_from_thread(tell, told)
+                self.call_from_thread(on_reply, reply)
 
-        self.run_worker(asked, thread=True)
+        self.run_worker(send_request, thread=True)
 
     def on_data_table_row_selected(self) -> None:
         self.action_explain()
 
     def action_explain(self) -> None:
-        """The chosen endpoint in full, and why the newest request went where it went."""
-        each = self._chosen()
-        if each is not None:
-            self._ask("GET", f"/explain/{NEWEST}", partial(self._explained, each))
+        """Show the selected endpoint in full, and why the newest request was routed as it was."""
+        row = self._selected_row()
+        if row is not None:
+            self._ask("GET", f"/explain/{NEWEST}", partial(self._show_details, row))
 
-    def _explained(self, each: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        labels = " ".join(f"{name}={value}" for name, value in each["labels"].items())
-        facts = [Text(each["name"], "bold"), Text(f"{each['url']}  {each['pool']} {each['engine']} {labels}"), Text("")]
-        told = [reason for reason in self.shown["why"] if reason["endpoint"] == each["name"]]
+    def _show_details(self, row: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
+        labels = " ".join(f"{name}={value}" for name, value in row["labels"].items())
+        header = [
+            Text(row["name"], "bold"),
+            Text(f"{row['url']}  {row['pool']} {row['engine']} {labels}"),
+            Text(""),
+        ]
+        diagnosis = [reason for reason in self.shown["why"] if reason["endpoint"] == row["name"]]
         lines = explained(newest) if "id" in newest else ["no request yet"]
-        self.push_screen(Told(Group(*facts, *reasons(told), Text("\nthe newest request", "bold"), *map(Text, lines))))
+        self.push_screen(
+            DetailPage(
+                Group(
+                    *header,
+                    *reasons(diagnosis),
+                    Text("\nthe newest request", "bold"),
+                    *map(Text, lines),
+                )
+            )
+        )
 
     def action_pause(self) -> None:
-        self._paused = not self._paused
+        self._is_paused = not self._is_paused
         self._draw()
 
     def action_filter(self) -> None:
@@ -221,24 +258,24 @@ class Top(App[None]):
     def action_unfilter(self) -> None:
         entry = self.query_one("#filter", Input)
         entry.value = ""
-        self._shut(entry)
+        self._hide_filter(entry)
 
     def on_input_changed(self, changed: Input.Changed) -> None:
-        self._wanted = changed.value.strip().lower()
+        self._filter = changed.value.strip().lower()
         self._draw()
 
     def on_input_submitted(self, submitted: Input.Submitted) -> None:
-        self._shut(submitted.input)
+        self._hide_filter(submitted.input)
 
-    def _shut(self, entry: Input) -> None:
+    def _hide_filter(self, entry: Input) -> None:
         entry.styles.display = "none"
         self.query_one(DataTable).focus()
 
 
-def _key(each: Mapping[str, Any]) -> str:
-    """Of its row: one who leaves may have the name of one who came."""
-    return f"{each['name']} {each['url']} {each['pool']}"
+def _key(row: Mapping[str, Any]) -> str:
+    """Return the key of an endpoint's row; the name alone may be shared with a removed endpoint."""
+    return f"{row['name']} {row['url']} {row['pool']}"
 
 
-def _words(each: Mapping[str, Any]) -> str:
-    return f"{each['name']} {each['pool']} {each['role']} {each['state']} {each['layout']}".lower()
+def _searchable_text(row: Mapping[str, Any]) -> str:
+    return f"{row['name']} {row['pool']} {row['role']} {row['state']} {row['layout']}".lower()

@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from policies import registry
-from policies.load import EndpointLoad
+from policies.load import LOAD_FIELDS, EndpointLoad
 from policies.model import STANDARD, Ask, Candidate, Endpoint, Request, Slo
 from policies.prefix.fingerprint import Fingerprinter
 from policies.run import pick, refusal
 from tests.contract.policies.extremes import builds
 
-LIVE = [name for name in EndpointLoad.__slots__ if name not in ("slot", "belief", "timeline")]
+LIVE = [name for name in LOAD_FIELDS if name not in ("slot", "belief", "timeline")]
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 TEXT = Random(1).randbytes(20 * PRINTS.block_bytes)
 pytestmark = pytest.mark.parametrize("name", registry.names())

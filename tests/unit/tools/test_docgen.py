@@ -1,4 +1,4 @@
-"""The reference pages are what the code says today."""
+"""The generated pages match the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_reference_page_is_current(path: str) -> None:
     assert (ROOT / path).read_text() == PAGES[path], "run `make docs` and commit the result"
 
 
-def test_no_cell_of_a_table_is_left_without_a_meaning() -> None:
+def test_no_table_row_lacks_a_meaning() -> None:
     for path, text in PAGES.items():
         if path.endswith(".md"):
             rows = [line for line in text.splitlines() if line.startswith("| `")]

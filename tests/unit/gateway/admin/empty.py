@@ -1,4 +1,4 @@
-"""A note of meters at which nothing has happened yet, but for what a test says."""
+"""A metric sample without any activity, except for the given fields."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from gateway.admin.metric_samples import Mark
 _NOTHING = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
 
 
-def mark(**said: Any) -> Mark:
-    return replace(_NOTHING, **said)
+def mark(**fields: Any) -> Mark:
+    return replace(_NOTHING, **fields)

@@ -1,28 +1,28 @@
-"""Between two notes: rates, and a minute's worth of memory."""
+"""Differences between metric samples, and a history of one minute."""
 
 from __future__ import annotations
 
 import itertools
 
-from gateway.admin.metric_samples import KEEP_S, Marks, rise
+from gateway.admin.metric_samples import HISTORY_S, Marks, rise
 from tests.unit.gateway.admin.empty import mark
 
 
-def test_rise_is_what_has_grown() -> None:
+def test_growth_contains_only_counters_that_have_grown() -> None:
     assert rise({"a": 3.0, "b": 1.0, "c": 2.0}, {"a": 1.0, "b": 1.0}) == {"a": 2.0, "c": 2.0}
 
 
-def test_a_minute_is_kept_and_notes_too_close_are_not() -> None:
+def test_history_keeps_one_minute_and_drops_samples_that_are_too_close() -> None:
     marks = Marks()
     for step in range(400):
         marks.keep(mark(at=step * 0.5))
-    kept = [each.at for each in marks]
-    assert kept[-1] - kept[0] <= KEEP_S
-    assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(kept))
-    assert len(kept) == 62
+    times = [sample.at for sample in marks]
+    assert times[-1] - times[0] <= HISTORY_S
+    assert all(later - earlier >= 0.95 for earlier, later in itertools.pairwise(times))
+    assert len(times) == 62
 
 
-def test_the_note_to_compare_with_is_the_youngest_that_is_old_enough() -> None:
+def test_find_before_returns_the_newest_sample_that_is_old_enough() -> None:
     marks = Marks()
     assert marks.before(5.0, 10.0) is None
     for at in (0.0, 5.0, 10.0, 15.0):

@@ -1,4 +1,4 @@
-"""GET /requests: the newest requests that are over, which of them had a problem, and nothing of what clients wrote."""
+"""GET /requests: the most recently finished requests, without anything that clients wrote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.recent_requests import MOST, Query, read_query, recent, together
+from gateway.admin.recent_requests import MAX_LIMIT, Query, read_query, recent, together
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
 from gateway.protocol.stream_scan import Usage
@@ -32,7 +32,7 @@ def ids(page: dict[str, Any]) -> list[str]:
     return [row["id"] for row in page["requests"]]
 
 
-def test_the_newest_come_first_and_no_more_than_asked_for() -> None:
+def test_rows_are_newest_first_and_limited() -> None:
     explained = ring(*(ended(number) for number in range(9)), size=5)
     assert ids(recent(explained, Query(3))) == ["req_8", "req_7", "req_6"]
     assert ids(recent(explained, Query())) == ["req_8", "req_7", "req_6", "req_5", "req_4"]
@@ -40,65 +40,90 @@ def test_the_newest_come_first_and_no_more_than_asked_for() -> None:
     assert recent(ring(ended(1), size=0), Query()) == {"size": 0, "requests": []}
 
 
-def test_only_problems_are_those_that_failed_were_refused_or_missed_their_slo() -> None:
+def test_problems_are_failures_rejections_and_missed_slos() -> None:
     explained = ring(
-        *(ended(1), ended(2, "refused", "shed"), ended(3, "interrupted", "failed"), ended(4, kept="ttft_missed")),
+        *(
+            ended(1),
+            ended(2, "refused", "shed"),
+            ended(3, "interrupted", "failed"),
+            ended(4, kept="ttft_missed"),
+        ),
         *(ended(5, kept=""), ended(6, "client_gone", "")),
     )
     assert ids(recent(explained, Query(problems=True))) == ["req_6", "req_4", "req_3", "req_2"]
-    assert [row["problem"] for row in recent(explained, Query())["requests"]] == [True, False, True, True, True, False]
+    assert [row["problem"] for row in recent(explained, Query())["requests"]] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
-def test_tokens_of_a_stream_without_usage_are_its_events() -> None:
+def test_output_tokens_of_a_stream_without_usage_are_estimated_from_events() -> None:
     explained = Explained(2)
     explained.keep(ended(1), Usage(), 12, 1.0)
     explained.keep(ended(2), Usage(30, 7, 20), 12, 1.0)
-    told, estimated = recent(explained, Query())["requests"]
-    assert (told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]) == (30, 20, 7)
-    assert (estimated["prompt_tokens"], estimated["cached_tokens"], estimated["output_tokens"]) == (None, None, 10)
+    exact, estimated = recent(explained, Query())["requests"]
+    assert (exact["prompt_tokens"], exact["cached_tokens"], exact["output_tokens"]) == (30, 20, 7)
+    assert (estimated["prompt_tokens"], estimated["cached_tokens"], estimated["output_tokens"]) == (
+        None,
+        None,
+        10,
+    )
 
 
-def test_the_lists_of_workers_become_one_by_the_time_of_the_end() -> None:
+def test_rows_of_workers_are_merged_by_end_time() -> None:
     pages = [recent(ring(ended(1), ended(4)), Query()), recent(ring(ended(2), ended(3)), Query())]
     both = together(pages, Query(3))
     assert (both["size"], ids(both)) == (1024, ["req_4", "req_3", "req_2"])
 
 
-@pytest.mark.parametrize("limit", ["0", str(MOST + 1), "-1", "ten", "", "1e2", "²", "99999999999"])
-def test_a_limit_out_of_range_is_refused(limit: str) -> None:
+@pytest.mark.parametrize(
+    "limit", ["0", str(MAX_LIMIT + 1), "-1", "ten", "", "1e2", "²", "99999999999"]
+)
+def test_a_limit_out_of_range_is_an_error(limit: str) -> None:
     with pytest.raises(ValueError, match="from 1 to 200"):
         read_query({"limit": limit})
 
 
-def test_a_query_is_passed_to_workers_as_it_was_read() -> None:
+def test_the_path_of_a_query_parses_to_the_same_query() -> None:
     query = read_query({"limit": "7", "problems": "1"})
     assert (query, query.path) == (Query(7, True), "/requests?limit=7&problems=1")
     with pytest.raises(ValueError, match="0 or 1"):
         read_query({"problems": "yes"})
 
 
-async def listed(home: GatewayFleet, query: str = "") -> tuple[int, Any]:
-    async with home.http.get(f"{home.app.admin_url}/requests{query}") as answer:
+async def listed(fleet: GatewayFleet, query: str = "") -> tuple[int, Any]:
+    async with fleet.http.get(f"{fleet.app.admin_url}/requests{query}") as answer:
         return answer.status, json.loads(await answer.text())
 
 
-async def test_a_gateways_requests_are_listed_with_their_numbers_and_without_their_text() -> None:
-    async with gateway_fleet(1) as home:
-        served = await home.ask(prompt="what only the client knows", tokens=6)
-        home.groups[0].faults.set("5xx")
-        await home.ask(prompt="what only the client knows")
-        status, page = await listed(home)
+async def test_rows_contain_numbers_and_no_request_text() -> None:
+    async with gateway_fleet(1) as fleet:
+        served = await fleet.ask(prompt="what only the client knows", tokens=6)
+        fleet.groups[0].faults.set("5xx")
+        await fleet.ask(prompt="what only the client knows")
+        status, page = await listed(fleet)
         assert (status, len(page["requests"])) == (200, 2)
         assert "only the client" not in json.dumps(page)
         failed, row = page["requests"]
-        assert row["id"] == next(value for name, value in served.headers.items() if name.lower() == "x-request-id")
-        assert row["endpoint"] == home.app.gateway.endpoints.all()[0].endpoint.name
-        assert (row["model"], row["status"], row["outcome"], row["slo_outcome"]) == ("demo-8b", 200, "served", "met")
+        assert row["id"] == next(
+            value for name, value in served.headers.items() if name.lower() == "x-request-id"
+        )
+        assert row["endpoint"] == fleet.app.gateway.endpoints.all()[0].endpoint.name
+        assert (row["model"], row["status"], row["outcome"], row["slo_outcome"]) == (
+            "demo-8b",
+            200,
+            "served",
+            "met",
+        )
         assert row["output_tokens"] == 6
         assert 0 <= row["ttft_s"] <= row["took_s"]
         assert (failed["problem"], failed["outcome"]) == (True, "refused")
         assert failed["at"] >= row["at"]
-        assert ids((await listed(home, "?problems=1"))[1]) == [failed["id"]]
-        assert (await listed(home, "?limit=0"))[0] == 400
-        async with home.http.get(f"{home.app.admin_url}/explain/{row['id']}") as answer:
+        assert ids((await listed(fleet, "?problems=1"))[1]) == [failed["id"]]
+        assert (await listed(fleet, "?limit=0"))[0] == 400
+        async with fleet.http.get(f"{fleet.app.admin_url}/explain/{row['id']}") as answer:
             assert (await answer.json())["id"] == row["id"]

@@ -1,4 +1,4 @@
-"""What the charts of the live view are made of: the steps between notes, made once each."""
+"""The differences between metric samples, from which the charts are drawn."""
 
 from __future__ import annotations
 
@@ -15,23 +15,41 @@ from gateway.metrics.quantile_sketch import bucket_of
 from tests.unit.gateway.admin.empty import mark
 
 
-def test_a_step_is_what_happened_a_second_and_how_late_first_tokens_came() -> None:
-    before = mark(at=10.0, answers={("200", "served"): 5.0}, ttft={"a": {bucket_of(0.2): 5}})
-    answers = {("200", "served"): 9.0, ("503", "no_capacity"): 1.0, ("429", "too_slow"): 2.0, ("200", "reset"): 1.0}
+def test_a_difference_has_rates_and_the_ttft_percentile() -> None:
+    before = mark(at=10.0, responses={("200", "served"): 5.0}, ttft={"a": {bucket_of(0.2): 5}})
+    responses = {
+        ("200", "served"): 9.0,
+        ("503", "no_capacity"): 1.0,
+        ("429", "too_slow"): 2.0,
+        ("200", "reset"): 1.0,
+    }
     after = replace(
-        before, at=12.0, answers=answers, shed={"too_slow": 2.0}, tokens=64.0, ttft={"a": {bucket_of(0.2): 9}}
+        before,
+        at=12.0,
+        responses=responses,
+        shed={"too_slow": 2.0},
+        tokens=64.0,
+        ttft={"a": {bucket_of(0.2): 9}},
     )
     found = step(before, after)
-    assert (found.requests_per_s, found.shed_per_s, found.errors_per_s, found.tokens_per_s) == (4.0, 1.0, 1.0, 32.0)
+    assert (found.requests_per_s, found.shed_per_s, found.errors_per_s, found.tokens_per_s) == (
+        4.0,
+        1.0,
+        1.0,
+        32.0,
+    )
     assert found.ttft_p95_s == pytest.approx(0.2, rel=0.01)
     assert step(after, replace(after, at=13.0)).ttft_p95_s is None
 
 
-def test_clients_that_leave_and_refusals_are_no_failures() -> None:
-    assert failed({("499", "decode"): 3.0, ("429", "too_slow"): 2.0, ("404", "model_not_found"): 1.0}) == 0
+def test_client_disconnects_and_rejections_are_not_failures() -> None:
+    assert (
+        failed({("499", "decode"): 3.0, ("429", "too_slow"): 2.0, ("404", "model_not_found"): 1.0})
+        == 0
+    )
 
 
-def test_steps_are_as_many_as_notes_less_one_and_the_newest_goes_on_to_now() -> None:
+def test_differences_include_one_from_the_newest_sample_to_now() -> None:
     marks = Marks()
     assert marks.steps(mark()) == []
     for at in range(100):
@@ -41,7 +59,9 @@ def test_steps_are_as_many_as_notes_less_one_and_the_newest_goes_on_to_now() -> 
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=3, max_size=30), st.data())
-def test_the_median_of_the_others_leaves_out_one_of_them_alone(values: list[float], data: st.DataObject) -> None:
+def test_median_without_leaves_out_exactly_one_value(
+    values: list[float], data: st.DataObject
+) -> None:
     at = data.draw(st.integers(0, len(values) - 1))
     others = values[:at] + values[at + 1 :]
     assert median_without(sorted(values), values[at]) == median(others)

@@ -1,4 +1,4 @@
-"""Commands that ask an admin server with TLS: what they trust, how they identify themselves, what they advise."""
+"""Admin commands over TLS: accepted certificates, client authentication, and hints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,24 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from tests.authority import Authority
 
-REACHED = "is no admin server of a gateway (status 404)"
-COMMANDS = ("status", "reload", "diff", "plan", "rollback", "history", "drain", "undrain", "top", "explain", "chaos")
+REACHED = "is not the admin server of a gateway (status 404)"
+COMMANDS = (
+    "status",
+    "reload",
+    "diff",
+    "plan",
+    "rollback",
+    "history",
+    "drain",
+    "undrain",
+    "top",
+    "explain",
+    "chaos",
+)
 
 
 class AnyServer(BaseHTTPRequestHandler):
-    """Answers every request with 404."""
+    """Responds to every request with 404."""
 
     def do_GET(self) -> None:
         self.send_response(404)
@@ -30,11 +42,11 @@ class AnyServer(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_: object) -> None:
-        """No log."""
+        """Log nothing."""
 
 
 class TlsServer(ThreadingHTTPServer):
-    """Accepts TLS in the thread of each connection; a failed handshake is no error of the server."""
+    """Accepts TLS in the thread of word connection; a failed handshake does not stop the server."""
 
     context: ssl.SSLContext
 
@@ -47,7 +59,7 @@ class TlsServer(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def handle_error(self, *_: object) -> None:
-        """Clients that refuse the certificate close."""
+        """Ignore clients that close because they refuse the certificate."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +75,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def served(authority: Authority, *, asks: bool = False) -> Iterator[str]:
     folder = authority.ca.parent
     with TlsServer(("127.0.0.1", 0), AnyServer) as server:
-        server.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca))
+        server.context = ssl.create_default_context(
+            ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca)
+        )
         server.context.load_cert_chain(folder / "server.pem", folder / "server.key")
         server.context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -73,8 +87,8 @@ def served(authority: Authority, *, asks: bool = False) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(authority: Authority) -> Iterator[str]:
-    with served(authority) as found:
-        yield found
+    with served(authority) as address:
+        yield address
 
 
 def printed(*words: str, env: dict[str, str] | None = None) -> str:
@@ -85,75 +99,94 @@ def printed(*words: str, env: dict[str, str] | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_that_asks_an_admin_server_has_the_options_of_tls(name: str) -> None:
+def test_every_admin_command_has_the_tls_options(name: str) -> None:
     group: Any = typer.main.get_command(main.app)
-    command = group.get_command(group.make_context("penstock", ["version"], resilient_parsing=True), name)
+    command = group.get_command(
+        group.make_context("penstock", ["version"], resilient_parsing=True), name
+    )
     options = {option for parameter in command.params for option in parameter.opts}
     assert {"--admin", "--ca", "--cert", "--key", "--insecure"} <= options
     assert command.help
 
 
-def test_a_certificate_of_the_named_authority_is_accepted(url: str, authority: Authority) -> None:
+def test_a_certificate_of_the_given_ca_is_accepted(url: str, authority: Authority) -> None:
     assert REACHED in printed("status", "--admin", url, "--ca", str(authority.ca))
-    assert REACHED in printed("status", env={"PENSTOCK_ADMIN": url, "PENSTOCK_ADMIN_CA": str(authority.ca)})
+    assert REACHED in printed(
+        "status", env={"PENSTOCK_ADMIN": url, "PENSTOCK_ADMIN_CA": str(authority.ca)}
+    )
 
 
-def test_an_unknown_authority_is_refused_and_the_option_named(url: str) -> None:
-    told = printed("status", "--admin", url)
-    assert "CERTIFICATE_VERIFY_FAILED" in told
-    assert "--ca" in told
+def test_a_certificate_of_an_unknown_ca_is_refused_with_a_hint(url: str) -> None:
+    output = printed("status", "--admin", url)
+    assert "CERTIFICATE_VERIFY_FAILED" in output
+    assert "--ca" in output
 
 
 def test_insecure_accepts_any_certificate(url: str) -> None:
     assert REACHED in printed("status", "--admin", url, "--insecure")
 
 
-def test_a_server_that_asks_for_a_client_certificate_gets_it(authority: Authority) -> None:
+def test_a_client_certificate_is_sent_to_a_server_that_requires_one(authority: Authority) -> None:
     folder = authority.ca.parent
     own = ["--cert", str(folder / "client.pem"), "--key", str(folder / "client.key")]
     with served(authority, asks=True) as url:
         asked = ["status", "--admin", url, "--ca", str(authority.ca)]
-        assert "no gateway answers" in printed(*asked)
+        assert "cannot reach a gateway" in printed(*asked)
         assert REACHED in printed(*asked, *own)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--ca", "none.pem"], "--ca none.pem: none.pem cannot be read: No such file or directory"),
-        (["--cert", "{0}/client.pem", "--key", "{0}/other.key"], "other.key: does not belong to the certificate"),
-        (["--cert", "{0}/client.pem"], "--cert and --key need each other"),
+        (
+            ["--cert", "{0}/client.pem", "--key", "{0}/other.key"],
+            "other.key: does not belong to the certificate",
+        ),
+        (["--cert", "{0}/client.pem"], "--cert and --key must be given together"),
     ],
     ids=str,
 )
-def test_files_that_cannot_be_used_are_named(url: str, authority: Authority, words: list[str], told: str) -> None:
+def test_unusable_tls_files_are_named(
+    url: str, authority: Authority, words: list[str], message: str
+) -> None:
     folder = str(authority.ca.parent)
-    assert told in printed("status", "--admin", url, *(each.format(folder) for each in words))
+    assert message in printed("status", "--admin", url, *(word.format(folder) for word in words))
 
 
 @pytest.mark.parametrize("words", [["--insecure"], ["--ca", "ca.pem"]], ids=str)
-def test_files_of_tls_with_a_plain_url_are_wrong_usage(words: list[str]) -> None:
+def test_tls_options_with_an_http_url_are_wrong_usage(words: list[str]) -> None:
     done = CliRunner().invoke(main.app, ["status", "--admin", "http://127.0.0.1:1", *words])
     assert done.exit_code == 2
     assert "https://" in done.output
 
 
-def test_a_url_of_the_wrong_scheme_is_named(url: str) -> None:
-    assert "the URL begins with https://" in printed("status", "--admin", url.replace("https", "http"))
+def test_a_url_with_the_wrong_scheme_has_a_hint(url: str) -> None:
+    assert "the URL begins with https://" in printed(
+        "status", "--admin", url.replace("https", "http")
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), AnyServer) as plain:
         threading.Thread(target=plain.serve_forever, args=(0.01,), daemon=True).start()
-        told = printed("status", "--admin", f"https://127.0.0.1:{plain.server_port}", "--insecure")
+        output = printed(
+            "status", "--admin", f"https://127.0.0.1:{plain.server_port}", "--insecure"
+        )
         plain.shutdown()
-    assert "begins with http://" in told
+    assert "begins with http://" in output
 
 
-def test_a_key_password_is_not_asked_for_at_the_terminal(url: str, authority: Authority, tmp_path: Path) -> None:
+def test_an_encrypted_key_does_not_prompt_for_its_password(
+    url: str, authority: Authority, tmp_path: Path
+) -> None:
     from cryptography.hazmat.primitives import serialization
 
     folder = authority.ca.parent
     key = serialization.load_pem_private_key((folder / "client.key").read_bytes(), None)
     sealed = tmp_path / "sealed.key"
     word = serialization.BestAvailableEncryption(b"word")
-    sealed.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, word))
-    told = printed("status", "--admin", url, "--cert", str(folder / "client.pem"), "--key", str(sealed))
-    assert "key_password does not decrypt it" in told
+    sealed.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, word)
+    )
+    output = printed(
+        "status", "--admin", url, "--cert", str(folder / "client.pem"), "--key", str(sealed)
+    )
+    assert "key_password does not decrypt it" in output

@@ -1,4 +1,4 @@
-"""What commands do with a wrong address, a wrong server and a wrong key: a sentence and no traceback."""
+"""Admin commands with a wrong address, server or key: one sentence and no traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.cli.output import say, shown
 
 
 class Stranger(BaseHTTPRequestHandler):
-    """Another server, as an API port is one."""
+    """A server that is not an admin server, such as an API port."""
 
     def do_GET(self) -> None:
         self.send_response(404)
@@ -27,7 +27,7 @@ class Stranger(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -51,38 +51,44 @@ def stranger() -> Iterator[str]:
         ["chaos", "kill"],
     ],
 )
-def test_who_asks_the_wrong_server_is_told_so(stranger: str, words: list[str]) -> None:
+def test_a_server_that_is_not_an_admin_server_is_reported(stranger: str, words: list[str]) -> None:
     done = CliRunner().invoke(main.app, [*words, "--admin", stranger])
     assert done.exit_code == 1
-    assert f"what answers at {stranger} is no admin server of a gateway (status 404)" in done.output
+    assert f"{stranger} is not the admin server of a gateway (status 404)" in done.output
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://a..b", "http://" + "x" * 64, "http://:80", "ftp://h"])
-def test_an_address_that_can_be_no_admin_servers_is_wrong_usage(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://a..b", "http://" + "x" * 64, "http://:80", "ftp://h"]
+)
+def test_an_invalid_admin_url_is_wrong_usage(url: str) -> None:
     assert CliRunner().invoke(main.app, ["status", "--admin", url]).exit_code == 2
 
 
 @pytest.mark.parametrize("key", ["ключ", "sk-canary\nX-Other: 1"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, stranger: str) -> None:
-    done = CliRunner().invoke(main.app, ["reload", "--admin", stranger], env={"PENSTOCK_ADMIN_KEY": key})
+def test_a_key_that_cannot_be_sent_is_an_error_and_not_printed(key: str, stranger: str) -> None:
+    done = CliRunner().invoke(
+        main.app, ["reload", "--admin", stranger], env={"PENSTOCK_ADMIN_KEY": key}
+    )
     assert done.exit_code == 1
-    assert "cannot be sent in a header" in done.output
+    assert "cannot be sent in an HTTP header" in done.output
     assert "canary" not in done.output
 
 
-def test_what_an_engine_says_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown("a\x1b[2Jb\x9b1m\u202ec\nd é") == "a\\x1b[2Jb\\x9b1m\\u202ec\nd é"
     say("model \x1b]0;title\x07")
     assert capsys.readouterr().out == "model \\x1b]0;title\\x07\n"
 
 
-def test_the_version_is_printed_by_an_option_too() -> None:
+def test_the_version_option_prints_the_version() -> None:
     runner = CliRunner()
-    assert runner.invoke(main.app, ["--version"]).output == runner.invoke(main.app, ["version"]).output
+    assert (
+        runner.invoke(main.app, ["--version"]).output == runner.invoke(main.app, ["version"]).output
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(shell: str) -> None:
+def test_shell_completion_lists_commands(shell: str) -> None:
     typed = {
         "_PENSTOCK_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": "penstock dr",

@@ -1,4 +1,4 @@
-"""`penstock demo` as a newcomer meets it: it tells what to type, that works, and Ctrl-C leaves nothing behind."""
+"""`penstock demo`: the printed commands work, and Ctrl-C leaves no process behind."""
 
 from __future__ import annotations
 
@@ -35,17 +35,31 @@ def command(*arguments: str) -> list[str]:
 def failing_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
     return subprocess.run(
-        command("demo", *ports, *options), cwd=folder, env=ENV, capture_output=True, text=True, timeout=WITHIN_S
+        command("demo", *ports, *options),
+        cwd=folder,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
     )
 
 
 @contextmanager
 def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """A running demo that has said its welcome: the process, the welcome, the API port."""
+    """Run a demo until it has printed its welcome.
+
+    Yields the process, the welcome, and the API port.
+    """
     port = free_port()
     asked = command("demo", "--port", str(port), "--admin-port", str(free_port()), *options)
     with subprocess.Popen(
-        asked, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENV, start_new_session=True, text=True
+        asked,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ENV,
+        start_new_session=True,
+        text=True,
     ) as process:
         watchdog = threading.Timer(WITHIN_S, process.terminate)
         watchdog.start()
@@ -54,7 +68,7 @@ def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], s
             welcome = ""
             for line in process.stdout:
                 welcome += line
-                if "Ctrl-C ends everything" in line:
+                if "Ctrl-C to stop everything" in line:
                     break
             assert process.poll() is None, welcome
             yield process, welcome, port
@@ -82,16 +96,20 @@ def mocks_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the process tree from /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="reads the process tree from /proc"
+)
 
 
-def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
+def test_demo_serves_the_printed_request_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
     with demo(tmp_path, "--groups", "2", "--speed", "20") as (process, welcome, port):
-        body = re.search(r"-d '(\{.+\})'", welcome)
+        body = re.search(r"-d '(\{.+?\})'", welcome, re.DOTALL)
         assert body, welcome
         assert f"http://127.0.0.1:{port}/v1" in welcome
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
-        connection.request("POST", "/v1/chat/completions", body[1], {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", body[1], {"content-type": "application/json"}
+        )
         streamed = connection.getresponse().read().decode()
         connection.close()
         assert streamed.rstrip().endswith("data: [DONE]")
@@ -101,9 +119,9 @@ def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: 
         took = Stopwatch(process.pid)
         subprocess.run([*shlex.split(edit[1]), edit[2]], cwd=tmp_path, check=True)
         assert process.stdout
-        said = next(line for line in process.stdout if line.startswith("re"))
-        assert said.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in "), said
-        assert said.endswith(" ms, 0 requests affected\n"), said
+        line = next(line for line in process.stdout if line.startswith("re"))
+        assert line.startswith("reloaded gateway.yaml v2 (1 change: pools.chat.policy) in "), line
+        assert line.endswith(" ms, 0 requests affected\n"), line
         assert took.fair_s < 2.0 * pace(), "half a second, and a busy machine"
         with watched(mocks_of(process.pid)) as mocks:
             assert mocks
@@ -116,16 +134,21 @@ def test_demo_serves_what_its_welcome_says_and_ctrl_c_ends_everything(tmp_path: 
     assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
 
 
-def test_a_demo_that_splits_tells_who_prefilled_and_who_decoded(tmp_path: Path) -> None:
-    with demo(tmp_path, "--split", "--groups", "2", "--speed", "20") as (process, _, _port):
-        assert process.stdout
-        said = next(line for line in process.stdout if "sample request" in line)
-        assert re.search(r"prefilled by prefill-0, decoded by decode-0, handed over in [0-9.]+ ms over \w+", said), said
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_split_demo_prints_a_request_that_is_split(tmp_path: Path) -> None:
+    with demo(tmp_path, "--split", "--groups", "2", "--speed", "20") as (_, welcome, _port):
+        curl = re.search(r"both endpoints:\n\n(.+?)\n\n", welcome, re.DOTALL)
+        assert curl, welcome
+        headers = subprocess.run(
+            ["bash", "-c", curl[1]], capture_output=True, text=True, check=True
+        ).stdout.lower()
+        assert "x-penstock-prefill: prefill-0" in headers
+        assert "x-penstock-endpoint: decode-0" in headers
     checked = command("check", str(tmp_path / "penstock-demo" / "gateway.yaml"))
     assert subprocess.run(checked, env=ENV, capture_output=True).returncode == 0
 
 
-def test_two_demos_that_start_at_once_take_different_ports(tmp_path: Path) -> None:
+def test_two_demos_started_together_use_different_ports(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()
@@ -135,7 +158,12 @@ def test_two_demos_that_start_at_once_take_different_ports(tmp_path: Path) -> No
         with demo(folder, "--groups", "2") as (process, _, _port):
             both_run.wait()
             assert mocks_of(process.pid)
-        return set(re.findall(r"url: http://127.0.0.1:(\d+)", (folder / "penstock-demo" / "gateway.yaml").read_text()))
+        return set(
+            re.findall(
+                r"url: http://127.0.0.1:(\d+)",
+                (folder / "penstock-demo" / "gateway.yaml").read_text(),
+            )
+        )
 
     with ThreadPoolExecutor(2) as terminals:
         one, other = terminals.map(engines, folders)
@@ -145,46 +173,51 @@ def test_two_demos_that_start_at_once_take_different_ports(tmp_path: Path) -> No
 def test_a_demo_of_one_group_cannot_be_split(tmp_path: Path) -> None:
     done = failing_demo(tmp_path, "--split", "--groups", "1")
     assert done.returncode == 1
-    assert "two groups or more" in done.stderr
+    assert "at least two groups" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
-def test_a_demo_that_is_killed_outright_leaves_no_mock_behind(tmp_path: Path) -> None:
-    with demo(tmp_path, "--groups", "1") as (process, _, _port), watched(mocks_of(process.pid)) as mocks:
+def test_a_killed_demo_leaves_no_mock_behind(tmp_path: Path) -> None:
+    with (
+        demo(tmp_path, "--groups", "1") as (process, _, _port),
+        watched(mocks_of(process.pid)) as mocks,
+    ):
         assert mocks
         process.kill()
         assert all(ended(mock, WITHIN_S) for mock in mocks)
 
 
-def test_a_demo_whose_policy_is_unknown_says_so_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_demo_with_an_unknown_policy_does_not_start(tmp_path: Path) -> None:
     done = failing_demo(tmp_path, "--policy", "prefix_awre")
     assert done.returncode == 1
     assert 'did you mean "prefix_aware"' in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_second_demo_in_one_folder_says_so_and_leaves_the_first_its_configuration(tmp_path: Path) -> None:
-    """The first would follow it to engines that are not its own."""
+def test_a_second_demo_in_the_same_folder_does_not_start(tmp_path: Path) -> None:
+    """Its configuration would make the first demo's gateway use engines that are not its own."""
     with demo(tmp_path, "--groups", "1") as (_, _, _port):
         before = (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes()
         done = failing_demo(tmp_path, "--groups", "1")
         assert done.returncode == 1
-        assert "another demo runs in this folder" in done.stderr
+        assert "another demo is running in this folder" in done.stderr
         assert (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("taken", ["penstock-demo", "penstock-demo/gateway.yaml/x", "penstock-demo/mock.log/x"])
-def test_a_demo_that_cannot_write_its_folder_says_which(tmp_path: Path, taken: str) -> None:
+@pytest.mark.parametrize(
+    "taken", ["penstock-demo", "penstock-demo/gateway.yaml/x", "penstock-demo/mock.log/x"]
+)
+def test_a_demo_names_a_folder_that_it_cannot_write(tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / taken).touch()
     done = failing_demo(tmp_path)
     assert done.returncode == 1
-    assert "penstock-demo cannot be written" in done.stderr
+    assert "cannot write to penstock-demo" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_mocks_that_do_not_start_are_shown_with_their_last_words(tmp_path: Path) -> None:
+def test_a_demo_prints_the_log_of_mocks_that_do_not_start(tmp_path: Path) -> None:
     done = failing_demo(tmp_path, "--model", "no-such-model")
     assert done.returncode == 1
-    assert "the mock TP groups ended at once" in done.stderr
+    assert "the mock TP groups failed to start" in done.stderr
     assert "no-such-model" in done.stderr

@@ -27,7 +27,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def used_port() -> Iterator[int]:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen(1)
@@ -45,14 +45,41 @@ def options(runner: CliRunner, command: str) -> str:
     [
         ("demo", ["--groups", "--policy", "--port"]),
         ("serve", ["--config", "--engine", "--policy", "--host", "--port", "--admin-port"]),
-        ("mock", ["--port", "--groups", "--model", "--gpu", "--tp", "--role", "--speed", "--seed", "--fault"]),
+        (
+            "mock",
+            [
+                "--port",
+                "--groups",
+                "--model",
+                "--gpu",
+                "--tp",
+                "--role",
+                "--speed",
+                "--seed",
+                "--fault",
+            ],
+        ),
         ("bench", ["--url", "--json"]),
-        ("replay", ["--fleet", "--policy", "--admission", "--rate", "--slo", "--faults", "--json", "--report"]),
+        (
+            "replay",
+            [
+                "--fleet",
+                "--policy",
+                "--admission",
+                "--rate",
+                "--slo",
+                "--faults",
+                "--json",
+                "--report",
+            ],
+        ),
         ("check", ["--json"]),
         ("version", ["--json"]),
     ],
 )
-def test_a_command_has_the_options_that_other_tools_call(runner: CliRunner, command: str, promised: list[str]) -> None:
+def test_a_command_has_its_documented_options(
+    runner: CliRunner, command: str, promised: list[str]
+) -> None:
     shown = options(runner, command)
     assert [option for option in promised if option not in shown] == []
 
@@ -60,17 +87,20 @@ def test_a_command_has_the_options_that_other_tools_call(runner: CliRunner, comm
 def test_help_lists_every_command(runner: CliRunner) -> None:
     shown = runner.invoke(main.app, ["--help"]).output
     assert all(
-        f" {name} " in shown for name in ("demo", "serve", "mock", "bench", "replay", "check", "schema", "version")
+        f" {name} " in shown
+        for name in ("demo", "serve", "mock", "bench", "replay", "check", "schema", "version")
     )
 
 
-def test_check_says_good_and_exits_0(runner: CliRunner, tmp_path: Path) -> None:
+def test_check_of_a_valid_file_exits_0(runner: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(GOOD)
     result = runner.invoke(main.app, ["check", str(tmp_path / "g.yaml")])
-    assert (result.exit_code, "is good" in result.output) == (0, True)
+    assert (result.exit_code, "is valid" in result.output) == (0, True)
 
 
-def test_check_shows_every_problem_with_its_place_and_exits_1(runner: CliRunner, tmp_path: Path) -> None:
+def test_check_prints_every_problem_with_its_position_and_exits_1(
+    runner: CliRunner, tmp_path: Path
+) -> None:
     file = tmp_path / "g.yaml"
     file.write_text(GOOD + "timeouts: {connect: 5}\nretires: {}\n")
     result = runner.invoke(main.app, ["check", str(file)])
@@ -80,13 +110,13 @@ def test_check_shows_every_problem_with_its_place_and_exits_1(runner: CliRunner,
     assert "2 problems" in result.output
 
 
-def test_check_as_json_tells_the_same_to_a_program(runner: CliRunner, tmp_path: Path) -> None:
+def test_check_prints_the_same_as_json(runner: CliRunner, tmp_path: Path) -> None:
     file = tmp_path / "g.yaml"
     file.write_text(GOOD + "timeouts: {connect: 5}\n")
     result = runner.invoke(main.app, ["check", "--json", str(file)])
-    told = json.loads(result.output)
-    assert (result.exit_code, told["ok"]) == (1, False)
-    assert told["problems"][0] | {"message": ""} == {
+    reply = json.loads(result.output)
+    assert (result.exit_code, reply["ok"]) == (1, False)
+    assert reply["problems"][0] | {"message": ""} == {
         "file": str(file),
         "line": 6,
         "col": 21,
@@ -94,8 +124,8 @@ def test_check_as_json_tells_the_same_to_a_program(runner: CliRunner, tmp_path: 
         "message": "",
     }
     file.write_text(GOOD)
-    told = json.loads(runner.invoke(main.app, ["check", "--json", str(file)]).output)
-    assert (told["ok"], told["endpoints"], told["warnings"]) == (True, 1, [])
+    reply = json.loads(runner.invoke(main.app, ["check", "--json", str(file)]).output)
+    assert (reply["ok"], reply["endpoints"], reply["warnings"]) == (True, 1, [])
 
 
 def test_schema_prints_the_schema(runner: CliRunner) -> None:
@@ -103,9 +133,9 @@ def test_schema_prints_the_schema(runner: CliRunner) -> None:
 
 
 def test_version_prints_the_version(runner: CliRunner) -> None:
-    told = json.loads(runner.invoke(main.app, ["version", "--json"]).output)
-    assert runner.invoke(main.app, ["version"]).output.startswith(f"penstock {told['penstock']} ")
-    assert told["compiled"] is not relay.__file__.endswith(".py")
+    reply = json.loads(runner.invoke(main.app, ["version", "--json"]).output)
+    assert runner.invoke(main.app, ["version"]).output.startswith(f"penstock {reply['penstock']} ")
+    assert reply["compiled"] is not relay.__file__.endswith(".py")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +156,7 @@ def test_wrong_usage_exits_2(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(main.app, arguments).exit_code == 2
 
 
-def test_serve_refuses_a_bad_file_before_it_listens(runner: CliRunner, tmp_path: Path) -> None:
+def test_serve_rejects_an_invalid_file_before_it_listens(runner: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text("version: 2\n")
     result = runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml")])
     assert (result.exit_code, "must be 1" in result.output) == (1, True)
@@ -135,10 +165,12 @@ def test_serve_refuses_a_bad_file_before_it_listens(runner: CliRunner, tmp_path:
 ENGINES = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {p: {endpoints: [{url: 'http://127.0.0.1:1'}]}}\n"
 
 
-def test_serve_says_which_access_log_cannot_be_written(
+def test_serve_names_an_access_log_that_cannot_be_written(
     runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "g.yaml").write_text(f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n")
+    (tmp_path / "g.yaml").write_text(
+        f"{ENGINES}observability: {{access_log: {tmp_path / 'no' / 'a.log'}}}\n"
+    )
     assert runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml")]).exit_code == 1
     assert "cannot start: observability.access_log: " in caplog.text
     assert "a.log" in caplog.text
@@ -146,31 +178,41 @@ def test_serve_says_which_access_log_cannot_be_written(
 
 @pytest.mark.parametrize("listener", ["api", "admin"])
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_serve_says_which_key_names_an_address_that_is_not_here(
+def test_serve_names_the_key_of_an_address_it_cannot_bind(
     runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture, listener: str, workers: str
 ) -> None:
     port = free_port()  # and an address that is kept for documents
-    text = ENGINES.replace(f"{listener}: {{port: 0}}", f"{listener}: {{host: 192.0.2.1, port: {port}}}")
+    text = ENGINES.replace(
+        f"{listener}: {{port: 0}}", f"{listener}: {{host: 192.0.2.1, port: {port}}}"
+    )
     (tmp_path / "g.yaml").write_text(f"{text}observability: {{access_log: 'off'}}\n")
-    result = runner.invoke(main.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers])
+    result = runner.invoke(
+        main.app, ["serve", "--config", str(tmp_path / "g.yaml"), "--workers", workers]
+    )
     assert result.exit_code == 1
     assert f": listeners.{listener}, http://192.0.2.1:{port}: " in caplog.text
 
 
-def test_serve_names_the_port_that_is_taken_and_the_flag_to_change_it(runner: CliRunner, taken: int) -> None:
-    result = runner.invoke(main.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(taken)])
+def test_serve_names_a_port_in_use_and_the_option_to_change_it(
+    runner: CliRunner, used_port: int
+) -> None:
+    result = runner.invoke(
+        main.app, ["serve", "--engine", "http://127.0.0.1:1", "--port", str(used_port)]
+    )
     assert result.exit_code == 1
-    assert f"port {taken} is taken" in result.output
+    assert f"port {used_port} is in use" in result.output
     assert "--port" in result.output
 
 
-def test_demo_names_the_port_that_is_taken_and_the_flag_to_change_it(
-    runner: CliRunner, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_demo_names_a_port_in_use_and_the_option_to_change_it(
+    runner: CliRunner, used_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = runner.invoke(main.app, ["demo", "--admin-port", str(taken), "--port", str(free_port())])
+    result = runner.invoke(
+        main.app, ["demo", "--admin-port", str(used_port), "--port", str(free_port())]
+    )
     assert result.exit_code == 1
-    assert f"port {taken} is taken" in result.output
+    assert f"port {used_port} is in use" in result.output
     assert "--admin-port" in result.output
     assert not (tmp_path / "penstock-demo").exists(), "nothing was written"
 
@@ -183,12 +225,18 @@ def test_help_imports_neither_the_data_plane_nor_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("command", ["version", "schema"])
-def test_a_full_disk_behind_stdout_is_one_line_and_no_traceback(command: str) -> None:
+def test_a_full_disk_prints_one_line_and_no_traceback(command: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "gateway", command], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "gateway", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "cannot write the output: No space left on device\n",
+    )
 
 
 CTRL_C = """
@@ -204,12 +252,14 @@ runpy.run_module("gateway", run_name="__main__")
 
 
 @pytest.mark.parametrize("name", ["gateway.cli.main", "typer", "rich", "gateway.cli.top.command"])
-def test_ctrl_c_while_a_command_still_loads_ends_it_without_a_traceback(name: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CTRL_C.format(name=name)], capture_output=True, text=True)
+def test_ctrl_c_during_imports_prints_no_traceback(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C.format(name=name)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_no_colour_is_written_when_no_color_is_set(tmp_path: Path) -> None:
+def test_output_has_no_colour_with_no_color(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "check", str(tmp_path / "none.yaml")],
         capture_output=True,

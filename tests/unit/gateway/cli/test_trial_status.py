@@ -41,6 +41,6 @@ async def test_status_shows_shadows_and_both_arms_of_a_canary(tmp_path: Path) ->
         assert "picks scored, agrees with " in said
         assert " ms to the first token and " in said
         assert "primary prefix_aware of pool chat: " in said
-        assert "100.0% good, 0 failed, 0 shed, TTFT p50 " in said
+        assert "100.0% goodput, 0 failed, 0 rejected, TTFT p50 " in said
         reply = json.loads(await typed(harness, "--json"))
         assert reply["shadows"][0]["pool"] == reply["canaries"][0]["pool"] == "chat"

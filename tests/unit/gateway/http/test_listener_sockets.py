@@ -1,4 +1,7 @@
-"""Sockets from systemd are known by name or by order, and what is no listening TCP socket is refused."""
+"""Sockets from systemd are assigned by name or by order.
+
+Anything but a listening TCP socket is an error.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,33 @@ pid, count, names = sys.argv[1:]
 env = {"LISTEN_PID": pid or str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": names}
 found = from_systemd(env)
 assert not env
-assert not any(os.get_inheritable(each.fileno()) for own in found.values() for each in own)
-print(*(f"{name}={each.getsockname()[1]}" for name, own in found.items() for each in own))
+assert not any(os.get_inheritable(listener.fileno()) for own in found.values() for listener in own)
+print(*(f"{name}={listener.getsockname()[1]}" for name, own in found.items() for listener in own))
 """
 
 
-def given(names: str, *found: socket.socket, pid: str = "") -> dict[str, int]:
-    """What from_systemd makes of these sockets: name -> port. In a process that has them at 3, 4 and so on."""
-    redirections = " ".join(f"{3 + number}<&{each.fileno()}" for number, each in enumerate(found))
+def given(names: str, *listeners: socket.socket, pid: str = "") -> dict[str, int]:
+    """Return name -> port of from_systemd, run in a process that has these sockets from 3 on."""
+    redirections = " ".join(
+        f"{3 + number}<&{listener.fileno()}" for number, listener in enumerate(listeners)
+    )
     command = ["bash", "-c", f'exec "$@" {redirections}', "bash", sys.executable, "-c", PROGRAM]
-    fds = [each.fileno() for each in found]
+    fds = [listener.fileno() for listener in listeners]
     done = subprocess.run(
-        [*command, pid, str(len(found)), names], pass_fds=fds, capture_output=True, text=True, check=False, cwd=ROOT
+        [*command, pid, str(len(listeners)), names],
+        pass_fds=fds,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     if "ActivationError" in done.stderr:
         raise ActivationError(done.stderr.strip().rsplit("ActivationError: ")[-1])
     assert not done.returncode, done.stderr
-    return {name: int(port) for name, _, port in (each.partition("=") for each in done.stdout.split())}
+    return {
+        name: int(port)
+        for name, _, port in (listener.partition("=") for listener in done.stdout.split())
+    }
 
 
 def port(listener: socket.socket) -> int:
@@ -53,40 +66,45 @@ def two() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_names_decide_which_socket_is_whose(two: tuple[socket.socket, socket.socket]) -> None:
+def test_names_assign_sockets_to_listeners(two: tuple[socket.socket, socket.socket]) -> None:
     one, other = two
     assert given("admin:api", one, other) == {"admin": port(one), "api": port(other)}
     assert given("admin", one) == {"admin": port(one)}
 
 
 @pytest.mark.parametrize("names", ["", "penstock.socket:penstock.socket", "api:metrics"])
-def test_without_such_names_the_order_decides(two: tuple[socket.socket, socket.socket], names: str) -> None:
+def test_without_listener_names_the_order_decides(
+    two: tuple[socket.socket, socket.socket], names: str
+) -> None:
     assert given(names, *two) == {"api": port(two[0]), "admin": port(two[1])}
 
 
-def test_sockets_that_were_given_to_another_process_are_left_alone(two: tuple[socket.socket, socket.socket]) -> None:
+def test_sockets_of_another_process_are_ignored(two: tuple[socket.socket, socket.socket]) -> None:
     assert given("api", two[0], pid="1") == {}
     assert from_systemd({}) == {}
 
 
-def test_a_socket_that_does_not_listen_is_refused() -> None:
-    with socket.socket() as idle, pytest.raises(ActivationError, match="descriptor 3 is no listening TCP socket"):
+def test_a_socket_that_does_not_listen_is_an_error() -> None:
+    with (
+        socket.socket() as idle,
+        pytest.raises(ActivationError, match="descriptor 3 is not a listening TCP socket"),
+    ):
         given("api", idle)
 
 
-def test_three_sockets_without_names_are_refused(two: tuple[socket.socket, socket.socket]) -> None:
-    with pytest.raises(ActivationError, match="3 sockets were given"):
+def test_three_sockets_without_names_are_an_error(two: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(ActivationError, match="there are 3 sockets"):
         given("", *two, two[0])
 
 
-def test_a_name_with_two_addresses_is_bound_on_both_with_one_port() -> None:
+def test_a_host_with_two_addresses_is_bound_on_both_with_one_port() -> None:
     bound = bind("localhost", 0)
-    assert len({port(each) for each in bound}) == 1
-    for each in bound:
-        each.close()
+    assert len({port(bound_socket) for bound_socket in bound}) == 1
+    for bound_socket in bound:
+        bound_socket.close()
 
 
-def test_a_taken_port_leaves_nothing_bound(two: tuple[socket.socket, socket.socket]) -> None:
+def test_a_port_in_use_leaves_nothing_bound(two: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", port(two[0]))
 
@@ -109,14 +127,14 @@ def test_a_client_that_never_reads_fills_a_quarter_of_its_send_buffer() -> None:
     assert 32 * 1024 < taken < 128 * 1024
 
 
-def test_a_listener_that_was_closed_is_left_out_of_a_new_limit() -> None:
+def test_a_closed_listener_is_skipped_by_a_new_limit() -> None:
     listener = bind("127.0.0.1", 0)[0]
     listener.close()
     bound_send_buffers([listener], 256 * 1024)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_the_service_manager_is_notified_where_it_asks_for_it(tmp_path: Path, abstract: bool) -> None:
+def test_the_service_manager_is_notified_at_its_socket(tmp_path: Path, abstract: bool) -> None:
     path = f"@penstock-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + path[1:] if abstract else path)
@@ -126,6 +144,6 @@ def test_the_service_manager_is_notified_where_it_asks_for_it(tmp_path: Path, ab
         assert manager.recv(1000).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
 
 
-def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:
+def test_without_a_service_manager_notify_returns_false(tmp_path: Path) -> None:
     assert not notify.ready({})
     assert not notify.ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})

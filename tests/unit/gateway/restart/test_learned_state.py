@@ -1,4 +1,4 @@
-"""What one gateway learned is found again in its successor, though slots differ and endpoints came and went."""
+"""A successor restores the learned state, although slots differ and endpoints have changed."""
 
 from __future__ import annotations
 
@@ -28,61 +28,65 @@ def prompt(number: int, blocks: int = 40) -> Fingerprint:
 
 
 def carried(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
-    """The index's state as it goes through the channel."""
+    """Pass the index's state through the channel."""
     for blocks in saved_state.index_blocks(index):
         assert len(pack(blocks)) < channel.CAP_BYTES
-        saved_state.restore_blocks(into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots)
+        saved_state.restore_blocks(
+            into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots
+        )
     for holder in saved_state.index_holders(index):
         if holder.slot in slots:
             saved_state.restore_holder(into, holder, slots[holder.slot])
 
 
 def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
-    """An index that was told of prompts at three slots; the oldest of slot 0 have aged out."""
+    """Return an index with prompts at three slots; the oldest of slot 0 have aged out."""
     rng, index = Random(seed), PrefixIndex(CAP_BYTES)
     index.set_capacity(0, 20_000)
     prompts = [prompt(number) for number in range(60)]
-    for each in rng.choices(prompts, k=200):
-        index.insert(each, rng.randrange(3), 640)
+    for item in rng.choices(prompts, k=200):
+        index.insert(item, rng.randrange(3), 640)
     return index, prompts
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_index_says_the_same_of_every_prompt_after_slots_have_moved(seed: int) -> None:
+def test_a_restored_index_finds_every_prompt_at_its_new_slot(seed: int) -> None:
     index, prompts = learned(seed)
     after = PrefixIndex(CAP_BYTES)
     carried(index, after, {0: 2, 2: 0})  # slot 1 is gone
-    for each in prompts:
-        before_held, after_held = index.match(each, 640), after.match(each, 640)
+    for item in prompts:
+        before_held, after_held = index.match(item, 640), after.match(item, 640)
         assert (after_held[2], after_held[0]) == (before_held[0], before_held[2])
     assert after.held_tokens(2) == index.held_tokens(0)
-    assert not any(after.match(each, 640)[1] for each in prompts)
+    assert not any(after.match(item, 640)[1] for item in prompts)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_restored_index_goes_on_learning_and_ageing_as_the_first_would_have(seed: int) -> None:
+def test_a_restored_index_learns_and_ages_like_the_original(seed: int) -> None:
     index, prompts = learned(seed)
     after = PrefixIndex(CAP_BYTES)
     carried(index, after, {0: 0, 1: 1, 2: 2})
-    for each in (index, after):
-        each.set_capacity(0, 20_000)
+    for item in (index, after):
+        item.set_capacity(0, 20_000)
     rng = Random(seed + 100)
-    for each in rng.choices([*prompts, *(prompt(number) for number in range(100, 160))], k=200):
+    for item in rng.choices([*prompts, *(prompt(number) for number in range(100, 160))], k=200):
         slot = rng.randrange(3)
-        index.insert(each, slot, 640)
-        after.insert(each, slot, 640)
-    assert [after.match(each, 640) for each in prompts] == [index.match(each, 640) for each in prompts]
+        index.insert(item, slot, 640)
+        after.insert(item, slot, 640)
+    assert [after.match(item, 640) for item in prompts] == [
+        index.match(item, 640) for item in prompts
+    ]
     assert after.stats().blocks == index.stats().blocks
 
 
-def test_an_index_stays_within_its_cap_when_a_larger_one_is_restored_into_it() -> None:
+def test_restoring_a_larger_index_respects_the_size_limit() -> None:
     index, _ = learned(1)
     small = PrefixIndex(64 * 192 * 4)
     carried(index, small, {0: 0, 1: 1, 2: 2})
     assert 0 < small.stats().blocks * 192 <= 64 * 192 * 4 + 512 * 192
 
 
-def test_blocks_that_do_not_fit_together_are_refused() -> None:
+def test_inconsistent_blocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="do not match"):
         saved_state.restore_blocks(PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {})
 
@@ -101,28 +105,39 @@ def through_the_channel(state: BeliefState) -> BeliefState:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=BeliefState)
 
 
-def test_a_belief_predicts_after_a_restart_what_it_predicted_before() -> None:
+def test_a_restored_belief_predicts_the_same() -> None:
     belief, after = slow_endpoint(), Belief()
     assert after.token_s != belief.token_s
     assert saved_state.restore_belief(after, through_the_channel(saved_state.belief_state(belief)))
-    for name in ("token_s", "pair_s", "layers_s", "base_s", "context_s", "sequence_s", "request_s", "paces"):
+    for name in (
+        "token_s",
+        "pair_s",
+        "layers_s",
+        "base_s",
+        "context_s",
+        "sequence_s",
+        "request_s",
+        "paces",
+    ):
         assert getattr(after, name) == getattr(belief, name), name
     belief.prompted(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
     after.prompted(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
     assert after.token_s == belief.token_s
 
 
-def test_a_belief_about_other_hardware_and_numbers_without_sense_are_not_taken() -> None:
+def test_beliefs_of_other_hardware_and_invalid_numbers_are_ignored() -> None:
     state = saved_state.belief_state(slow_endpoint())
     other, fresh = Belief(shape_for("a100")), Belief()
     assert not saved_state.restore_belief(other, state)
-    assert not saved_state.restore_belief(fresh, msgspec.structs.replace(state, request_s=float("nan")))
+    assert not saved_state.restore_belief(
+        fresh, msgspec.structs.replace(state, request_s=float("nan"))
+    )
     far_off = msgspec.structs.replace(state.layers, logs=[99.0])
     assert not saved_state.restore_belief(fresh, msgspec.structs.replace(state, layers=far_off))
     assert fresh.token_s == Belief().token_s
 
 
-def test_a_quota_is_as_empty_as_it_was_unless_its_limits_are_others_now() -> None:
+def test_quota_usage_is_restored_unless_its_limits_have_changed() -> None:
     limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
     quota, after, other = Quota(limits), Quota(limits), Quota(Limits(requests_per_minute=20))
     for _ in range(10):
@@ -136,15 +151,19 @@ def test_a_quota_is_as_empty_as_it_was_unless_its_limits_are_others_now() -> Non
     assert other.take(1, 100.5) is None
 
 
-def test_an_admission_keeps_its_means_and_counts_its_sessions() -> None:
+def test_admission_means_and_sessions_are_restored() -> None:
     after = PricedAdmission(Priced())
     rows = [SessionState("one", 700, 5.0), SessionState(17, 300, 6.0)]
-    saved_state.restore_admission(after, AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows))
+    saved_state.restore_admission(
+        after, AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows)
+    )
     assert (after.sessions.tokens, after.sessions.holds("one"), after.calm) == (1000, True, False)
-    assert saved_state.admission_state(after) == AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows)
+    assert saved_state.admission_state(after) == AdmissionState(
+        (0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows
+    )
 
 
-def test_expected_lengths_are_the_same() -> None:
+def test_expected_output_lengths_are_restored() -> None:
     before, after = OutputLengths(), OutputLengths()
     for tokens in (10, 20, 60):
         before.ended("m", "t", "s", tokens)
@@ -152,9 +171,9 @@ def test_expected_lengths_are_the_same() -> None:
     assert after.expected("m", "t", "s") == before.expected("m", "t", "s") == 30
 
 
-def test_an_offer_of_another_version_still_names_its_sockets() -> None:
+def test_an_offer_of_another_version_has_its_sockets() -> None:
     bound = BoundTo("api", "127.0.0.1", 8080, activated=False)
-    told = msgspec.msgpack.encode([99, 1234, [bound], {"anything": "else"}, "more"])
-    assert channel._offer(told) == Offer(99, 1234, [bound])
+    offer = msgspec.msgpack.encode([99, 1234, [bound], {"anything": "else"}, "more"])
+    assert channel._offer(offer) == Offer(99, 1234, [bound])
     ours = pack(Offer(channel.VERSION, 1, [bound], b"s", 64))[LENGTH.size :]
     assert channel._offer(ours) == Offer(channel.VERSION, 1, [bound], b"s", 64)

@@ -1,4 +1,4 @@
-"""Workers change together: what is in force in them is what a worker that starts is given, whatever happens."""
+"""Configuration changes of all workers: new workers start with what the others run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from gateway.reload.reloader import SENT, ChangeOptions
 from gateway.workers.config_rollout import Configured
 from gateway.workers.worker_process import Answer, Worker
 
-TEXT = (
-    "version: 1\nadmin: {{key: '${{file:key}}'}}\npools: {{p: {{policy: {0}, endpoints: [{{url: 'http://h:1'}}]}}}}\n"
-)
+TEXT = "version: 1\nadmin: {{key: '${{file:key}}'}}\npools: {{p: {{policy: {0}, endpoints: [{{url: 'http://h:1'}}]}}}}\n"
 OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.format("least_laden")
 
 
 class Stub:
-    """A worker's admin server: what it has in force, by which number, and the paths that it was asked for."""
+    """A worker's admin server: what it runs, its version number, and the requests it received."""
 
     def __init__(self, number: int, file: Path) -> None:
         self.number = number
@@ -33,7 +31,9 @@ class Stub:
         self.before: Callable[[], None] = lambda: None
         self.lost_at = self.refuses_at = ""
 
-    async def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
+    async def ask(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Answer:
         self.before()
         self.asked.append(path)
         if path == self.lost_at:
@@ -54,12 +54,12 @@ class Stub:
         return self._answer("applied")
 
     def _answer(self, result: str, message: str = "") -> Answer:
-        told = {"result": result, "message": message, "version": self.version}
-        return Answer(200, {}, json.dumps(told).encode())
+        body_out = {"result": result, "message": message, "version": self.version}
+        return Answer(200, {}, json.dumps(body_out).encode())
 
 
 class House:
-    """A file, two stubs that began with it, and what changes them."""
+    """A configuration file, two stub workers that run it, and the rollout that changes them."""
 
     def __init__(self, folder: Path, text: str = OLD) -> None:
         self.file, self.key = folder / "gateway.yaml", folder / "key"
@@ -79,8 +79,10 @@ class House:
         self.configured.numbered(1)
 
     def agree(self, text: str) -> bool:
-        """Whether this is in force everywhere, and what a new worker would begin with."""
-        return {each.text for each in self.workers} == {text.encode()} and self.configured.running.text == text.encode()
+        """Return whether all workers and a new worker would run this text."""
+        return {each.text for each in self.workers} == {
+            text.encode()
+        } and self.configured.running.text == text.encode()
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path)
 
 
-async def test_neither_a_touch_nor_a_secret_that_moves_brings_back_what_was_rolled_back(house: House) -> None:
+async def test_a_touched_file_or_changed_secret_does_not_undo_a_rollback(house: House) -> None:
     house.file.write_text(NEW)
     await house.configured.changed()
     assert house.agree(NEW)
@@ -98,13 +100,15 @@ async def test_neither_a_touch_nor_a_secret_that_moves_brings_back_what_was_roll
     house.key.write_text("sk-2")
     await house.configured.changed()
     assert house.agree(OLD)
-    assert [each.digest for each in house.workers] == [house.configured.running.digest] * 2, "the secret is the new one"
+    assert [each.digest for each in house.workers] == [house.configured.running.digest] * 2, (
+        "the secret is the new one"
+    )
     house.file.write_text(NEW + "# edited\n")
     await house.configured.changed()
     assert house.agree(NEW + "# edited\n")
 
 
-async def test_an_edit_between_two_readings_is_what_new_workers_begin_with_once_it_was_looked_at(house: House) -> None:
+async def test_an_edit_during_a_reload_is_applied_by_the_next_check(house: House) -> None:
     house.file.write_text(NEW)
     house.workers[0].before = lambda: cast("None", house.file.write_text(NEW + "# more\n"))
     await house.configured.changed()
@@ -112,20 +116,22 @@ async def test_an_edit_between_two_readings_is_what_new_workers_begin_with_once_
     assert house.agree(NEW + "# more\n")
 
 
-async def test_a_worker_that_may_not_have_taken_what_the_others_took_must_begin_anew(house: House) -> None:
+async def test_a_worker_that_may_differ_from_the_others_is_replaced(house: House) -> None:
     house.workers[1].lost_at = "/config?force=1"
     await house.configured.put(NEW.encode(), {})
     assert house.lost == [house.workers[1]]
     assert house.configured.running.text == NEW.encode()
 
 
-async def test_a_worker_that_does_not_answer_holds_up_one_change_and_is_replaced(house: House) -> None:
+async def test_a_worker_that_does_not_respond_prevents_one_change_and_is_replaced(
+    house: House,
+) -> None:
     house.workers[1].lost_at = "/config?dry_run=1&noted=1"
     answer = await house.configured.put(NEW.encode(), {})
     assert (answer.status, house.lost, house.agree(OLD)) == (503, [house.workers[1]], True)
 
 
-async def test_a_rejection_is_noted_by_the_workers_and_taken_back_by_a_file_that_is_good_again(house: House) -> None:
+async def test_workers_record_a_rejection_until_the_file_is_valid_again(house: House) -> None:
     house.file.write_text(BAD)
     await house.configured.changed()
     await house.configured.changed()
@@ -135,20 +141,24 @@ async def test_a_rejection_is_noted_by_the_workers_and_taken_back_by_a_file_that
     await house.configured.changed()
     assert [each.asked[-1] for each in house.workers] == ["/config/reload?force=1"] * 2
     await house.configured.changed()
-    assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", "there is nothing to take back any more"
+    assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", (
+        "there is nothing to take back any more"
+    )
     assert house.configured.version == 1
 
 
-async def test_a_dry_run_tells_its_asker_alone(house: House) -> None:
+async def test_a_dry_run_is_not_reported_to_the_operator(house: House) -> None:
     answer = await house.configured.put(BAD.encode(), {}, ChangeOptions(dry_run=True))
     assert json.loads(answer.body)["result"] == "rejected"
     assert (house.said, house.workers[0].asked) == ([], ["/config?dry_run=1"])
 
 
-async def test_versions_of_before_a_restart_can_be_gone_back_to(tmp_path: Path) -> None:
+async def test_rollback_to_a_version_from_before_a_restart(tmp_path: Path) -> None:
     kept = f"reload: {{state_dir: {tmp_path / 'state'}}}\n"
     (tmp_path / "key").write_text("sk-1")
-    before = made(6, 0.0, "start", examine_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ())
+    before = made(
+        6, 0.0, "start", examine_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ()
+    )
     Versions(tmp_path / "state").write(before, in_clear=False)
     house = House(tmp_path, NEW + kept)
     house.configured.numbered(7)
@@ -160,7 +170,7 @@ async def test_versions_of_before_a_restart_can_be_gone_back_to(tmp_path: Path) 
     assert house.configured.version == 8
 
 
-async def test_a_worker_that_had_to_go_back_begins_anew_since_it_counts_versions_that_the_others_never_had(
+async def test_a_worker_that_rolled_back_is_replaced_because_it_counts_more_versions(
     house: House,
 ) -> None:
     house.workers[1].refuses_at = "/config?force=1"
@@ -172,7 +182,7 @@ async def test_a_worker_that_had_to_go_back_begins_anew_since_it_counts_versions
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_a_version_has_one_number_in_all_workers_though_one_had_read_a_new_secret_sooner(
+async def test_a_worker_that_read_a_secret_early_is_replaced_to_keep_version_numbers_equal(
     tmp_path: Path, number: int
 ) -> None:
     house = House(tmp_path, OLD)
@@ -184,16 +194,21 @@ async def test_a_version_has_one_number_in_all_workers_though_one_had_read_a_new
     assert (house.lost, house.configured.version) == ([sooner], 2)
 
 
-async def test_numbers_that_differ_all_the_same_become_the_largest_of_them_with_the_next_change(house: House) -> None:
+async def test_differing_version_numbers_become_the_largest_with_the_next_change(
+    house: House,
+) -> None:
     house.workers[1].version = 5
     await house.configured.put(NEW.encode(), {})
     assert (house.lost, house.configured.version) == ([house.workers[0]], 6)
 
 
-async def test_what_is_gone_back_to_is_called_as_the_workers_call_it(house: House) -> None:
+async def test_a_rollback_uses_the_same_file_name_as_the_workers(house: House) -> None:
     await house.configured.put(NEW.encode(), {})
     await house.configured.rollback(1)
     assert house.agree(OLD)
-    kept = ["/config?dry_run=1&noted=1&kept=1", "/config?force=1&kept=1"]  # its references need not be in force
+    kept = [
+        "/config?dry_run=1&noted=1&kept=1",
+        "/config?force=1&kept=1",
+    ]  # its references need not be in force
     assert house.workers[0].asked[-2:] == kept
     assert Path(house.configured.running.file).name == SENT

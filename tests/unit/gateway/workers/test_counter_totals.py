@@ -1,4 +1,4 @@
-"""Several workers' metrics: no sum falls when one is gone, is silent, or ends what it has."""
+"""Metrics of several workers: no total falls when a worker ends or does not respond."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN = Spec("open", "gauge", "help")
 
 
 class Stub:
-    """A worker that has counted so much, or does not answer."""
+    """A worker with a counter, or one that does not respond."""
 
     def __init__(self, count: int) -> None:
         self.count: int | None = count
@@ -28,22 +28,28 @@ class Stub:
             raise TimeoutError
         marks = [(0.1, 5.0, f"request-{self.count}", "")] if path.endswith("?exemplars") else []
         lag = Buckets([self.count], 0.0, marks)  # type: ignore[arg-type]
-        page = [Reading(SERVED, {(): self.count}), Reading(LAG, {(): lag}), Reading(OPEN, {(): self.count})]
+        page = [
+            Reading(SERVED, {(): self.count}),
+            Reading(LAG, {(): lag}),
+            Reading(OPEN, {(): self.count}),
+        ]
         return Answer(200, {}, msgspec.msgpack.encode(page) if self.body is None else self.body)
 
 
 def counted(serving: list[Stub], ending: list[Stub]) -> Counted:
-    return Counted(lambda: cast("list[Worker]", list(serving)), lambda: cast("list[Worker]", list(ending)))
+    return Counted(
+        lambda: cast("list[Worker]", list(serving)), lambda: cast("list[Worker]", list(ending))
+    )
 
 
-async def test_the_supervisors_process_counts_like_those_of_its_workers() -> None:
+async def test_process_metrics_of_the_supervisor_are_summed_with_those_of_workers() -> None:
     own = [Reading(OPEN, {(): 2.0}), Reading(Spec("mine", "gauge", "help"), {(): 1.0})]
     page = (await counted([Stub(5), Stub(7)], []).page(own)).decode()
     assert "open 14.0\n" in page
     assert "mine 1.0\n" in page
 
 
-async def test_a_scraper_that_takes_openmetrics_gets_exemplars_of_workers() -> None:
+async def test_an_openmetrics_scrape_has_exemplars_of_workers() -> None:
     workers = counted([Stub(5), Stub(7)], [])
     page = (await workers.page(exemplars=True)).decode()
     assert 'lag_seconds_bucket{le="+Inf"} 12.0 # {request_id="request-5"} 0.1 5.0\n' in page
@@ -51,13 +57,13 @@ async def test_a_scraper_that_takes_openmetrics_gets_exemplars_of_workers() -> N
     assert b"request-5" not in await workers.page()
 
 
-async def test_a_worker_whose_answer_cannot_be_read_counts_as_silent() -> None:
+async def test_a_worker_with_an_invalid_response_counts_as_unresponsive() -> None:
     workers = [Stub(5), Stub(7)]
     workers[1].body = b"no readings"
     assert b"served_total 5.0\n" in await counted(workers, []).page()
 
 
-async def test_what_was_counted_by_a_worker_that_is_silent_ending_or_gone_still_counts() -> None:
+async def test_counters_of_unresponsive_ending_and_ended_workers_still_count() -> None:
     serving, ending = [Stub(5), Stub(7)], [Stub(0)][:0]
     workers = counted(serving, ending)
 

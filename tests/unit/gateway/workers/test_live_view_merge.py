@@ -1,4 +1,4 @@
-"""Several workers' live view: what they counted added up, what they know put together, and no sum that falls."""
+"""The live view of several workers: sums, merged status, and no total that falls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gateway.admin.empty import mark
 
 
 class Stub:
-    """A worker that tells what a test says."""
+    """A worker with a given metric sample and status."""
 
     def __init__(self, noted: Mark, standing: Standing) -> None:
         self.noted, self.standing, self.lost = noted, standing, False
@@ -35,36 +35,64 @@ def watch(*stubs: Stub) -> tuple[Watch, list[Stub]]:
 
 
 def endpoint(in_flight: int, **more: Any) -> dict[str, Any]:
-    known = {"name": "a:1", "url": "http://a:1", "pool": "main", "role": "both", "in_flight": in_flight}
+    known = {
+        "name": "a:1",
+        "url": "http://a:1",
+        "pool": "main",
+        "role": "both",
+        "in_flight": in_flight,
+    }
     calm = {"state": "up", "cause": None, "slow": None, "since_s": None, "available": True}
-    return known | calm | {"silence_s": 1.0, "waiting": 0, "backlog_tokens": 0, "backlog_s": 0.0} | more
+    return (
+        known
+        | calm
+        | {"silence_s": 1.0, "waiting": 0, "backlog_tokens": 0, "backlog_s": 0.0}
+        | more
+    )
 
 
 def standing(in_flight: int = 0, **more: Any) -> Standing:
     pool = {"name": "main", "in_flight": in_flight, "waiting": in_flight, "price": 0.5 * in_flight}
-    made = Standing({"version": 1}, {"standard": (5.0, 0.1)}, "standard", [pool], [endpoint(in_flight)], {}, 0, 0, None)
+    made = Standing(
+        {"version": 1},
+        {"standard": (5.0, 0.1)},
+        "standard",
+        [pool],
+        [endpoint(in_flight)],
+        {},
+        0,
+        0,
+        None,
+    )
     return replace(made, **more)
 
 
 def served(requests: float, bucket: int = 3, **more: Any) -> Mark:
-    answers = {("200", "served"): requests}
+    responses = {("200", "served"): requests}
     ttft = {"a:1": {bucket: int(requests)}}
-    return mark(at=1.0, answers=answers, ttft=ttft, tokens=10 * requests, believed={"a:1": (100, 50)}, **more)
+    return mark(
+        at=1.0,
+        responses=responses,
+        ttft=ttft,
+        tokens=10 * requests,
+        predicted_tokens={"a:1": (100, 50)},
+        **more,
+    )
 
 
-async def test_counts_are_added_and_percentiles_are_of_all_observations() -> None:
+async def test_counters_are_summed_and_percentiles_cover_all_observations() -> None:
     both, _ = watch(Stub(served(90, 3), standing(2)), Stub(served(10, 9), standing(3)))
     noted, stands = await both.look(None)
     shown = view(stands, Marks(), noted)
-    assert noted.answers == {("200", "served"): 100.0}
+    assert noted.responses == {("200", "served"): 100.0}
     assert noted.ttft == {"a:1": {3: 90, 9: 10}}
-    assert (noted.tokens, noted.believed) == (1000.0, {"a:1": (200, 100)})
+    assert (noted.tokens, noted.predicted_tokens) == (1000.0, {"a:1": (200, 100)})
     assert shown["totals"]["since_start"]["requests"] == 100
     assert shown["totals"]["waiting"] == 5
     assert shown["pools"][0] == {"name": "main", "in_flight": 5, "waiting": 5, "price": 1.5}
 
 
-async def test_what_every_worker_knows_whole_is_not_added() -> None:
+async def test_values_that_every_worker_knows_in_full_are_not_summed() -> None:
     both, _ = watch(
         Stub(mark(in_flight={"a:1": 7}, received={"a:1": 100}), standing(7)),
         Stub(mark(in_flight={"a:1": 6}, received={"a:1": 90}), standing(6)),
@@ -74,40 +102,62 @@ async def test_what_every_worker_knows_whole_is_not_added() -> None:
     assert [row["in_flight"] for row in stands.endpoints] == [7]
 
 
-async def test_no_sum_falls_when_a_worker_ends_or_does_not_answer_once() -> None:
+async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
     both, serving = watch(Stub(served(90), standing()), Stub(served(10), standing()))
     before, _ = await both.look(None)
     serving[0].lost = True
     silent, _ = await both.look(before)
     serving[:] = [serving[1], Stub(served(1), standing())]
     after, _ = await both.look(silent)
-    assert [each.answers for each in (silent, after)] == [{("200", "served"): 100.0}, {("200", "served"): 101.0}]
+    assert [each.responses for each in (silent, after)] == [
+        {("200", "served"): 100.0},
+        {("200", "served"): 101.0},
+    ]
     assert silent.ttft["a:1"] is before.ttft["a:1"]
 
 
-async def test_nobody_to_look_at_is_said() -> None:
+async def test_no_worker_is_an_error() -> None:
     none, _ = watch()
-    with pytest.raises(LookupError, match="no worker answers"):
+    with pytest.raises(LookupError, match="no worker responds"):
         await none.look(None)
 
 
-def test_an_endpoint_is_out_when_one_worker_says_so_and_pairs_are_added() -> None:
-    out = endpoint(0, state="ejected", cause="connect_failed", since_s=3.0, available=False, silence_s=0.5)
+def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() -> None:
+    out = endpoint(
+        0, state="ejected", cause="connect_failed", since_s=3.0, available=False, silence_s=0.5
+    )
     names = ("p", "d")
     whole = together(
         [
-            standing(pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")}, under_way=1, streams=4),
             standing(
-                endpoints=[out], pairs={names: Pair(1, 0, 0.5, (0.5,), None)}, under_way=2, streams=1, refused="line 3"
+                pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")},
+                handoffs_in_progress=1,
+                active_requests=4,
+            ),
+            standing(
+                endpoints=[out],
+                pairs={names: Pair(1, 0, 0.5, (0.5,), None)},
+                handoffs_in_progress=2,
+                active_requests=1,
+                config_problem="line 3",
             ),
             standing(pairs={names: Pair(0, 0, None, (), None)}),
         ]
     )
     (row,) = whole.endpoints
-    assert (row["state"], row["cause"], row["available"], row["silence_s"]) == ("ejected", "connect_failed", False, 0.5)
+    assert (row["state"], row["cause"], row["available"], row["silence_s"]) == (
+        "ejected",
+        "connect_failed",
+        False,
+        0.5,
+    )
     assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
     assert whole.pairs[names].p95_s == 0.1, "of all handoffs, not the larger percentile"
-    assert (whole.under_way, whole.streams, whole.refused) == (3, 5, "line 3")
+    assert (whole.handoffs_in_progress, whole.active_requests, whole.config_problem) == (
+        3,
+        5,
+        "line 3",
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +173,7 @@ def test_an_endpoint_is_out_when_one_worker_says_so_and_pairs_are_added() -> Non
         ("up", {}, 0),
     ],
 )
-async def test_a_row_says_how_broken_its_endpoint_is(state: str, more: dict[str, Any], severity: int) -> None:
+async def test_severity_of_an_endpoint(state: str, more: dict[str, Any], severity: int) -> None:
     both, _ = watch(Stub(served(1), standing(endpoints=[endpoint(0, state=state, **more)])))
     noted, stands = await both.look(None)
     assert view(stands, Marks(), noted)["endpoints"][0]["severity"] == severity

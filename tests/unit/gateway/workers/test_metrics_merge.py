@@ -1,4 +1,4 @@
-"""Several workers' pages as one: sums, the catalogue's rules, label values of any kind."""
+"""Merging pages of several workers: sums, merge rules of metrics, any label value."""
 
 from __future__ import annotations
 
@@ -30,12 +30,20 @@ def text(*pages: list[Reading], exemplars: bool = False) -> str:
 
 def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> None:
     merged = text(page(3, 1.0, 0.002), page(4, 0.0, 0.03))
-    assert 'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",pool="main",reason="served"} 7.0' in merged
+    assert (
+        'penstock_requests_total{code="200",model="a \\"model\\"\\\\\\n",pool="main",'
+        'reason="served"} 7.0' in merged
+    )
     assert 'penstock_endpoint_up{endpoint="a:1",pool="chat"} 0.0' in merged
     assert "penstock_shared_staleness_seconds 0.03" in merged
     assert 'penstock_ttft_seconds_count{endpoint="a:1",model="m",pool="chat"} 2.0' in merged
-    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="0.005",model="m",pool="chat"} 1.0' in merged
-    assert 'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m",pool="chat"} 2.0' in merged
+    assert (
+        'penstock_ttft_seconds_bucket{endpoint="a:1",le="0.005",model="m",pool="chat"} 1.0'
+        in merged
+    )
+    assert (
+        'penstock_ttft_seconds_bucket{endpoint="a:1",le="+Inf",model="m",pool="chat"} 2.0' in merged
+    )
 
 
 @pytest.mark.parametrize("exemplars", [False, True])
@@ -45,7 +53,7 @@ def test_the_page_of_one_worker_is_the_page_of_a_gateway_without_workers(exempla
     assert text(sent, exemplars=exemplars) == exposition.page(alone, exemplars=exemplars).decode()
 
 
-def test_each_bucket_shows_the_newest_request_of_all_workers() -> None:
+def test_each_bucket_has_the_newest_exemplar_of_all_workers() -> None:
     one, other = Metrics(), Metrics()
     for metrics, marks in (
         (one, ((0.2, 10.0, "old", ""), (9000.0, 11.0, "slow", "4bf92f"))),
@@ -68,13 +76,13 @@ def gauge(name: str, value: float, rule: Merge = Merge.SUM) -> list[Reading]:
     return [Reading(Spec(name, "gauge", "help", merge=rule), {(): value})]
 
 
-def test_the_last_value_counts_where_the_rule_says_so() -> None:
+def test_the_last_value_wins_with_the_rule_last() -> None:
     assert "\nx 1.0" in text(gauge("x", 3, Merge.LAST), gauge("x", 1, Merge.LAST))
     assert "\nx 3.0" in text(gauge("x", 3, Merge.MAX), gauge("x", 1, Merge.MAX))
 
 
-def test_processes_are_summed_and_started_when_the_first_of_them_did() -> None:
-    """Limits of files are summed as well: the ratio of open files to them is the mean of the processes."""
+def test_process_metrics_are_summed_and_the_earliest_start_time_wins() -> None:
+    """File limits are summed too, so that the ratio of open files is the mean over processes."""
     one, other = list(Metrics().readings()), list(Metrics().readings())
     for page, more in ((one, 1), (other, 3)):
         for reading in page:
@@ -82,12 +90,18 @@ def test_processes_are_summed_and_started_when_the_first_of_them_did() -> None:
                 reading.values[()] = 100.0 * more
     merged = text(one, other)
     assert "\nprocess_start_time_seconds 100.0\n" in merged
-    for name in ("cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds"):
+    for name in (
+        "cpu_seconds_total",
+        "resident_memory_bytes",
+        "virtual_memory_bytes",
+        "open_fds",
+        "max_fds",
+    ):
         assert f"\nprocess_{name} 400.0\n" in merged
 
 
 def test_a_histogram_with_other_buckets_is_left_out() -> None:
-    """A worker may come from another version of the program."""
+    """Such a worker may run another version of the program."""
 
     def lag(*bounds: float) -> list[Reading]:
         spec = Spec("lag_seconds", "histogram", "help", buckets=bounds)
@@ -99,11 +113,23 @@ def test_a_histogram_with_other_buckets_is_left_out() -> None:
 
 def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
     state = "up" if available else "ejected"
-    rest = {"connections": 1, "in_flight_elsewhere": 9, "state": state, "cause": None, "slow": None, "back_in_s": None}
-    return {"pool": "main", "url": "http://a:1", "in_flight": in_flight, "available": available} | rest
+    rest = {
+        "connections": 1,
+        "in_flight_elsewhere": 9,
+        "state": state,
+        "cause": None,
+        "slow": None,
+        "back_in_s": None,
+    }
+    return {
+        "pool": "main",
+        "url": "http://a:1",
+        "in_flight": in_flight,
+        "available": available,
+    } | rest
 
 
-def test_an_endpoint_stands_once_with_what_all_workers_have_there_and_is_up_when_all_say_so() -> None:
+def test_an_endpoint_is_listed_once_with_sums_and_is_available_if_all_workers_agree() -> None:
     merged = metrics_merge.endpoints(
         [
             {"endpoints": [endpoint(2, available=True)], "pairs": []},
@@ -129,13 +155,26 @@ def shadows(picks: int, agreed: int, differed: int, gain_s: float | None) -> dic
         "cached_tokens_gain": 10.0 if answered else None,
         "cost_us": 8.0,
     }
-    pool = {"pool": "main", "picks": picks, "scored": answered + 1, "pick_us": 20.0, "cost_share": 0.1}
+    pool = {
+        "pool": "main",
+        "picks": picks,
+        "scored": answered + 1,
+        "pick_us": 20.0,
+        "cost_share": 0.1,
+    }
     return {"shadows": [pool | {"policies": [policy]}]}
 
 
-def test_what_shadows_came_to_is_of_all_workers_requests() -> None:
-    (merged,) = metrics_merge.shadows([shadows(100, 30, 10, 0.2), shadows(300, 10, 0, -0.2), shadows(0, 0, 0, None)])["shadows"]
-    assert (merged["picks"], merged["scored"], merged["pick_us"], merged["cost_share"]) == (400, 53, 20.0, 0.1)
+def test_shadow_results_cover_the_requests_of_all_workers() -> None:
+    (merged,) = metrics_merge.shadows(
+        [shadows(100, 30, 10, 0.2), shadows(300, 10, 0, -0.2), shadows(0, 0, 0, None)]
+    )["shadows"]
+    assert (merged["picks"], merged["scored"], merged["pick_us"], merged["cost_share"]) == (
+        400,
+        53,
+        20.0,
+        0.1,
+    )
     assert merged["policies"] == [
         {
             "policy": "priced",
@@ -153,17 +192,22 @@ def test_what_shadows_came_to_is_of_all_workers_requests() -> None:
     assert metrics_merge.shadows([{"shadows": []}, {"shadows": []}]) == {"shadows": []}
 
 
-def test_the_scores_of_all_workers_together_decide_whether_a_shadow_can_be_judged() -> None:
-    (merged,) = metrics_merge.shadows([shadows(100, 50, 10, 0.1), shadows(100, 30, 10, 0.1)])["shadows"]
+def test_scores_of_all_workers_decide_whether_a_shadow_is_conclusive() -> None:
+    (merged,) = metrics_merge.shadows([shadows(100, 50, 10, 0.1), shadows(100, 30, 10, 0.1)])[
+        "shadows"
+    ]
     assert merged["policies"][0]["conclusive"] is True
 
 
 def canary(met: int, late: int, ttft: Counts) -> dict[str, object]:
-    sides = [figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft), figures("canary", "b", {}, {})]
+    sides = [
+        figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft),
+        figures("canary", "b", {}, {}),
+    ]
     return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}
 
 
-def test_a_canarys_sides_are_of_all_workers_requests_and_their_percentiles_of_all_observations() -> None:
+def test_canary_arms_cover_the_requests_and_observations_of_all_workers() -> None:
     quick, slow = {bucket_of(0.1): 60}, {bucket_of(1.0): 100}
     (merged,) = metrics_merge.canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
     primary, other = merged["sides"]

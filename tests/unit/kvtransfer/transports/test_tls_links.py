@@ -226,7 +226,7 @@ def subject_of(link: Link) -> str:
 
 @pytest.mark.parametrize("which", ["certificate", "key", "ca"])
 @pytest.mark.parametrize("wrong", ["missing", "garbage"])
-def test_files_that_cannot_be_used_are_named(
+def test_unusable_tls_files_are_named(
     which: str, wrong: str, agent: TlsFiles, tmp_path: Path
 ) -> None:
     path = tmp_path / "file.pem"

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what it makes of an engine's words, of a configuration, and of the checklist before production."""
+"""`penstock doctor`: findings about engines, configurations, and the production checklist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.cli import main
 from gateway.cli.doctor.checklist import Fleet, Member, points
 from gateway.cli.doctor.engine import judge, kind_of
 from gateway.cli.doctor.findings import Verdict, bad, good, group_findings
-from gateway.cli.doctor.probe import Line, Probed, Said
+from gateway.cli.doctor.probe import EngineConnection, Probed, Said
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind, Layout
 from tests.chaos.gateway_fleet import gateway_fleet
@@ -30,24 +30,33 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0
 """
 
 
-def said(value: Any = None, status: int = 200, text: bytes = b"") -> Said:
+def response(value: Any = None, status: int = 200, text: bytes = b"") -> Said:
     return Said(status, value, text, 0.01)
 
 
 def schema(*chat: str, completion: tuple[str, ...] | None = None) -> Said:
-    known = {"ChatCompletionRequest": chat, "CompletionRequest": chat if completion is None else completion}
-    return said({"components": {"schemas": {name: {"properties": dict.fromkeys(of)} for name, of in known.items()}}})
+    known = {
+        "ChatCompletionRequest": chat,
+        "CompletionRequest": chat if completion is None else completion,
+    }
+    return response(
+        {
+            "components": {
+                "schemas": {name: {"properties": dict.fromkeys(of)} for name, of in known.items()}
+            }
+        }
+    )
 
 
 def well(**more: Any) -> Probed:
     usage = {"prompt_tokens_details": {"cached_tokens": 0}}
     facts = {
-        "health": said(),
-        "version": said({"version": "0.11.0"}),
+        "health": response(),
+        "version": response({"version": "0.11.0"}),
         "schema": schema("cache_salt"),
-        "models": said({"data": [{"id": "m", "max_model_len": 8192}]}),
-        "metrics": said(text=METRICS),
-        "token": said({"usage": usage, "choices": [{"token_ids": [7]}]}),
+        "models": response({"data": [{"id": "m", "max_model_len": 8192}]}),
+        "metrics": response(text=METRICS),
+        "token": response({"usage": usage, "choices": [{"token_ids": [7]}]}),
         "connections": 1,
         "skew_s": 0.4,
     }
@@ -55,35 +64,46 @@ def well(**more: Any) -> Probed:
 
 
 def endpoint(**more: Any) -> Endpoint:
-    usual = {"name": "g", "url": "http://gpu1:8000", "pool": "chat", "served_model": "", "salt_member": "cache_salt"}
+    usual = {
+        "name": "g",
+        "url": "http://gpu1:8000",
+        "pool": "chat",
+        "served_model": "",
+        "salt_member": "cache_salt",
+    }
     return Endpoint(**(usual | more))
 
 
-def judged(found: Probed, of: Endpoint | None = None, split: bool = False) -> dict[str, Verdict]:
-    return {each.check: each.verdict for each in judge(found, of or endpoint(), {"m": "m"}, split=split)}
+def judged(
+    responses: Probed, of: Endpoint | None = None, split: bool = False
+) -> dict[str, Verdict]:
+    return {
+        finding.check: finding.verdict
+        for finding in judge(responses, of or endpoint(), {"m": "m"}, split=split)
+    }
 
 
-def test_an_engine_that_is_well_passes_everything() -> None:
+def test_a_healthy_engine_passes_every_check() -> None:
     assert set(judged(well()).values()) == {Verdict.PASS}
 
 
 @pytest.mark.parametrize(
-    ("told", "check", "verdict"),
+    ("changes", "check", "verdict"),
     [
         ({"problem": "ConnectionRefusedError"}, "reachable", Verdict.FAIL),
-        ({"health": said(status=401)}, "reachable", Verdict.FAIL),
-        ({"health": said(status=503)}, "reachable", Verdict.FAIL),
-        ({"version": said(status=404)}, "version", Verdict.UNKNOWN),
-        ({"models": said({"data": [{"id": "other"}]})}, "models", Verdict.FAIL),
-        ({"models": said([1])}, "models", Verdict.FAIL),
-        ({"metrics": said(status=404)}, "metrics", Verdict.WARN),
-        ({"metrics": said(text=b"vllm:num_requests_running 1\n")}, "metrics", Verdict.WARN),
-        ({"metrics": said(text=b"sglang:num_running_reqs 1\n")}, "metrics", Verdict.FAIL),
-        ({"token": said(status=500)}, "one token", Verdict.FAIL),
-        ({"token": said({"usage": {}, "choices": [{}]})}, "usage details", Verdict.WARN),
-        ({"token": said({"usage": None, "choices": None})}, "token ids", Verdict.UNKNOWN),
-        ({"schema": said(status=404)}, "cache salt", Verdict.UNKNOWN),
-        ({"schema": said({"components": [1]})}, "cache salt", Verdict.UNKNOWN),
+        ({"health": response(status=401)}, "reachable", Verdict.FAIL),
+        ({"health": response(status=503)}, "reachable", Verdict.FAIL),
+        ({"version": response(status=404)}, "version", Verdict.UNKNOWN),
+        ({"models": response({"data": [{"id": "other"}]})}, "models", Verdict.FAIL),
+        ({"models": response([1])}, "models", Verdict.FAIL),
+        ({"metrics": response(status=404)}, "metrics", Verdict.WARN),
+        ({"metrics": response(text=b"vllm:num_requests_running 1\n")}, "metrics", Verdict.WARN),
+        ({"metrics": response(text=b"sglang:num_running_reqs 1\n")}, "metrics", Verdict.FAIL),
+        ({"token": response(status=500)}, "one token", Verdict.FAIL),
+        ({"token": response({"usage": {}, "choices": [{}]})}, "usage details", Verdict.WARN),
+        ({"token": response({"usage": None, "choices": None})}, "token ids", Verdict.UNKNOWN),
+        ({"schema": response(status=404)}, "cache salt", Verdict.UNKNOWN),
+        ({"schema": response({"components": [1]})}, "cache salt", Verdict.UNKNOWN),
         ({"schema": schema("model")}, "cache salt", Verdict.FAIL),
         ({"schema": schema("cache_salt", completion=())}, "cache salt", Verdict.FAIL),
         ({"connections": 4}, "keep-alive", Verdict.WARN),
@@ -92,20 +112,20 @@ def test_an_engine_that_is_well_passes_everything() -> None:
         ({"skew_s": None}, "clock", Verdict.UNKNOWN),
     ],
 )
-def test_each_thing_that_is_wrong_is_told_with_what_to_do(told: dict[str, Any], check: str, verdict: Verdict) -> None:
-    found = judge(well(**told), endpoint(), {"m": "m"}, split=False)
-    match = next(each for each in found if each.check == check)
+def test_every_problem_has_a_fix(changes: dict[str, Any], check: str, verdict: Verdict) -> None:
+    findings = judge(well(**changes), endpoint(), {"m": "m"}, split=False)
+    match = next(finding for finding in findings if finding.check == check)
     assert (match.verdict, bool(match.fix)) == (verdict, True)
 
 
-def test_a_connector_is_looked_for_where_requests_are_split() -> None:
+def test_the_kv_connector_is_checked_where_requests_are_split() -> None:
     assert "KV connector" not in judged(well())
     assert judged(well(), split=True)["KV connector"] is Verdict.UNKNOWN
-    with_one = well(metrics=said(text=METRICS + b"vllm:nixl_xfer_time_seconds_count 0\n"))
+    with_one = well(metrics=response(text=METRICS + b"vllm:nixl_xfer_time_seconds_count 0\n"))
     assert judged(with_one, split=True)["KV connector"] is Verdict.PASS
 
 
-def test_engines_are_told_apart_by_their_metrics() -> None:
+def test_engines_are_identified_by_their_metrics() -> None:
     assert kind_of(METRICS) is EngineKind.VLLM
     assert kind_of(b"sglang:token_usage 0.1\n") is EngineKind.SGLANG
     assert kind_of(b"trtllm_num_requests_running 1\n") is EngineKind.TRTLLM
@@ -113,75 +133,110 @@ def test_engines_are_told_apart_by_their_metrics() -> None:
 
 
 def listed(fleet: Fleet) -> dict[str, Verdict]:
-    return {each.check: each.verdict for each in points(fleet)}
+    return {finding.check: finding.verdict for finding in points(fleet)}
 
 
 def config(**more: Any) -> Config:
     spec = {"name": "g", "url": "http://gpu1:8000", "layout": {"tp": 4}}
-    usual = {"version": 1, "pools": {"chat": {"endpoints": [spec]}}, "models": [{"name": "m", "pool": "chat"}]}
+    usual = {
+        "version": 1,
+        "pools": {"chat": {"endpoints": [spec]}},
+        "models": [{"name": "m", "pool": "chat"}],
+    }
     return Config.model_validate(usual | more)
 
 
-def test_the_checklist_has_twelve_points_and_says_of_each_what_can_be_said() -> None:
-    found = listed(Fleet([Member(endpoint(layout=Layout(tp=4)), well())], config(), {"g": (0.01, 0.02)}))
-    assert len(found) == 12
-    unseen = {check for check, verdict in found.items() if verdict is Verdict.UNKNOWN}
-    assert len(unseen) == 4  # links, collectives, quality, cost: nobody outside the engines can tell
-    assert found["TP degree fits weights and KV"] is Verdict.PASS
-    assert found["decode speed at batch 1 and 16"] is Verdict.PASS
-    assert found["TP size written down"] is Verdict.PASS
-    assert found["a smaller model when the large one is full"] is Verdict.WARN
+def test_the_checklist_has_twelve_checks() -> None:
+    verdicts = listed(
+        Fleet([Member(endpoint(layout=Layout(tp=4)), well())], config(), {"g": (0.01, 0.02)})
+    )
+    assert len(verdicts) == 12
+    unseen = {check for check, verdict in verdicts.items() if verdict is Verdict.UNKNOWN}
+    assert (
+        len(unseen) == 4
+    )  # links, collectives, quality, cost: not visible from outside the engines
+    assert verdicts["TP degree fits weights and KV"] is Verdict.PASS
+    assert verdicts["decode speed at batch 1 and 16"] is Verdict.PASS
+    assert verdicts["TP size configured"] is Verdict.PASS
+    assert verdicts["fallback to a smaller model"] is Verdict.WARN
 
 
-def test_an_engine_that_gets_no_salt_is_named_unless_it_is_reserved() -> None:
+def test_an_engine_without_cache_salt_warns_unless_reserved_for_a_tenant() -> None:
     assert judged(well(), endpoint(salt_member=""))["cache salt"] is Verdict.WARN
-    assert judged(well(), endpoint(salt_member="", tenants=frozenset({"a"})))["cache salt"] is Verdict.PASS
+    assert (
+        judged(well(), endpoint(salt_member="", tenants=frozenset({"a"})))["cache salt"]
+        is Verdict.PASS
+    )
 
 
-def test_the_checklist_fails_what_would_break() -> None:
-    small = well(models=said({"data": [{"id": "m", "max_model_len": 15_000}]}))
+def test_the_checklist_fails_unsafe_settings() -> None:
+    small = well(models=response({"data": [{"id": "m", "max_model_len": 15_000}]}))
     wide = endpoint(layout=Layout(tp=16), context_tokens=32_768)
-    found = listed(Fleet([Member(wide, small)], config(health={"progress": "60s"}), {"g": (0.01, 0.09)}))
-    assert found["TP degree fits weights and KV"] is Verdict.FAIL
-    assert found["TP within one fast domain"] is Verdict.FAIL
-    assert found["sizes as configured"] is Verdict.FAIL
-    assert found["decode speed at batch 1 and 16"] is Verdict.WARN
-    assert found["a lost GPU fails fast"] is Verdict.WARN
-    blind = listed(Fleet([Member(endpoint(), well(metrics=said(status=404)))]))
-    assert blind["KV memory watched"] is Verdict.FAIL
+    verdicts = listed(
+        Fleet([Member(wide, small)], config(health={"progress": "60s"}), {"g": (0.01, 0.09)})
+    )
+    assert verdicts["TP degree fits weights and KV"] is Verdict.FAIL
+    assert verdicts["TP within one fast domain"] is Verdict.FAIL
+    assert verdicts["context length as configured"] is Verdict.FAIL
+    assert verdicts["decode speed at batch 1 and 16"] is Verdict.WARN
+    assert verdicts["a lost GPU fails fast"] is Verdict.WARN
+    blind = listed(Fleet([Member(endpoint(), well(metrics=response(status=404)))]))
+    assert blind["KV memory monitored"] is Verdict.FAIL
 
 
-def test_the_configuration_says_how_many_gpus_a_link_domain_has() -> None:
+def test_the_link_domain_size_comes_from_the_configuration() -> None:
     member = Member(endpoint(layout=Layout(tp=72)), well())
     nvl72 = listed(Fleet([member], config(hardware={"link_domain_gpus": 72})))
     assert nvl72["TP within one fast domain"] is Verdict.UNKNOWN
     assert listed(Fleet([member], config()))["TP within one fast domain"] is Verdict.FAIL
 
 
-async def test_real_probes_of_engines_without_a_file_tell_who_is_not_there() -> None:
-    async with gateway_fleet(1) as home:
-        words = ("doctor", "--engine", home.groups[0].url, "--engine", "http://127.0.0.1:9", "--measure", "--json")
+async def test_probes_report_an_unreachable_engine() -> None:
+    async with gateway_fleet(1) as fleet:
+        words = (
+            "doctor",
+            "--engine",
+            fleet.groups[0].url,
+            "--engine",
+            "http://127.0.0.1:9",
+            "--measure",
+            "--json",
+        )
         done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
-        told = json.loads(done.output)
-        verdicts = {(each["subject"], each["check"]): each["verdict"] for each in told["findings"]}
-        name = home.groups[0].url.removeprefix("http://")
-        assert (done.exit_code, told["ok"]) == (1, False)
+        reply = json.loads(done.output)
+        verdicts = {
+            (finding["subject"], finding["check"]): finding["verdict"]
+            for finding in reply["findings"]
+        }
+        name = fleet.groups[0].url.removeprefix("http://")
+        assert (done.exit_code, reply["ok"]) == (1, False)
         assert verdicts["127.0.0.1:9", "reachable"] == "fail"
         ours = {check: verdict for (subject, check), verdict in verdicts.items() if subject == name}
         assert ours["cache salt"] == "pass"
-        assert ours["token ids"] == ours["usage details"] == ours["keep-alive"] == ours["metrics"] == "pass"
+        assert (
+            ours["token ids"]
+            == ours["usage details"]
+            == ours["keep-alive"]
+            == ours["metrics"]
+            == "pass"
+        )
         assert "decode speed at batch 1 and 16" in ours
 
 
-def test_who_is_discovered_is_said_not_to_be_examined(tmp_path: Path) -> None:
+def test_discovered_endpoints_are_reported_as_not_checked(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools: {chat: {discover: {file: engines.yaml}}}\n")
     done = CliRunner().invoke(main.app, ["doctor", "--config", str(file), "--json"])
-    told = [(each["subject"], each["check"], each["verdict"]) for each in json.loads(done.output)["findings"]]
-    assert (done.exit_code, ("pool chat", "discovery", "unknown") in told) == (0, True), done.output
+    reply = [
+        (finding["subject"], finding["check"], finding["verdict"])
+        for finding in json.loads(done.output)["findings"]
+    ]
+    assert (done.exit_code, ("pool chat", "discovery", "unknown") in reply) == (0, True), (
+        done.output
+    )
 
 
-async def test_a_bad_file_is_told_with_line_and_column(tmp_path: Path) -> None:
+async def test_an_invalid_file_is_reported_with_line_and_column(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools:\n  chat:\n    endpoints: [{url: 'gpu1:8000'}]\n")
     done = CliRunner().invoke(main.app, ["doctor", "--config", str(file)])
@@ -194,30 +249,32 @@ def test_findings_of_48_engines_are_grouped_with_the_worst_first() -> None:
     findings = [good(f"gpu-{n}", "health", f"answered in {n} ms") for n in range(48)]
     findings += [bad(f"gpu-{n}", "metrics", "404", "start with metrics") for n in (3, 9)]
     grouped = group_findings(findings)
-    assert [(each.verdict, each.subject) for each in grouped] == [
+    assert [(finding.verdict, finding.subject) for finding in grouped] == [
         (Verdict.FAIL, "gpu-3, gpu-9"),
         (Verdict.PASS, "gpu-0, gpu-1, gpu-2 and 45 more"),
     ]
-    assert [each.seen for each in grouped] == ["404", "for instance answered in 0 ms"]
+    assert [finding.seen for finding in grouped] == ["404", "for example: answered in 0 ms"]
 
 
-def test_findings_of_few_engines_stay_as_they_are() -> None:
+def test_findings_of_few_engines_are_not_grouped() -> None:
     findings = [good(f"gpu-{n}", "health", "well") for n in range(8)]
     assert group_findings(findings) == findings
 
 
-def test_the_counts_stand_before_the_findings() -> None:
-    done = CliRunner().invoke(main.app, ["doctor", *(f"--engine=http://127.0.0.1:{n}" for n in range(1, 49))])
+def test_counts_are_printed_before_the_findings() -> None:
+    done = CliRunner().invoke(
+        main.app, ["doctor", *(f"--engine=http://127.0.0.1:{n}" for n in range(1, 49))]
+    )
     first, *rest = done.output.splitlines()
     assert "48 failed" in first
     assert len(rest) < 12
 
 
-def test_a_kept_connection_that_the_engine_has_closed_is_opened_again() -> None:
+def test_an_idle_connection_closed_by_the_engine_is_reopened() -> None:
     requests: list[str] = []
 
     def serve(listener: socket.socket) -> None:
-        for _ in range(2):  # one answer per connection, which promises keep-alive and closes
+        for _ in range(2):  # one response per connection, which announces keep-alive and closes
             connection, _ = listener.accept()
             with connection:
                 requests.append(connection.recv(65536).decode().partition("\r\n")[0])
@@ -226,7 +283,7 @@ def test_a_kept_connection_that_the_engine_has_closed_is_opened_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        line = Line(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        line = EngineConnection(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
         assert [line.ask("GET", path).status for path in ("/health", "/version")] == [200, 200]
         line.close()
         thread.join(20)
@@ -234,8 +291,10 @@ def test_a_kept_connection_that_the_engine_has_closed_is_opened_again() -> None:
     assert line.opened == 2
 
 
-@pytest.mark.parametrize(("password", "verdict"), [("right-one", "pass"), ("hunter2", "fail"), (None, "fail")])
-def test_doctor_says_whether_redis_can_be_used_and_names_a_wrong_password(
+@pytest.mark.parametrize(
+    ("password", "verdict"), [("right-one", "pass"), ("hunter2", "fail"), (None, "fail")]
+)
+def test_doctor_checks_redis_and_reports_a_wrong_password(
     tmp_path: Path, password: str | None, verdict: str
 ) -> None:
     with redis_server() as server:
@@ -246,9 +305,15 @@ def test_doctor_says_whether_redis_can_be_used_and_names_a_wrong_password(
             f"version: 1\npools: {{p: {{endpoints: [{{url: 'http://127.0.0.1:9'}}]}}}}\n"
             f"shared: {{redis: {{url: '{server.url}'{given}}}, key: '${{KEY}}'}}\n"
         )
-        env = {"KEY": "a key of the fleet's own"} | ({} if password is None else {"PASSWORD": password})
-        done = CliRunner().invoke(main.app, ["doctor", "--config", str(tmp_path / "g.yaml"), "--json"], env=env)
-    (found,) = [each for each in json.loads(done.output)["findings"] if each["check"] == "Redis"]
-    assert found["verdict"] == verdict
-    assert verdict == "pass" or "password" in found["seen"]
+        env = {"KEY": "a key of the fleet's own"} | (
+            {} if password is None else {"PASSWORD": password}
+        )
+        done = CliRunner().invoke(
+            main.app, ["doctor", "--config", str(tmp_path / "g.yaml"), "--json"], env=env
+        )
+    (redis_finding,) = [
+        finding for finding in json.loads(done.output)["findings"] if finding["check"] == "Redis"
+    ]
+    assert redis_finding["verdict"] == verdict
+    assert verdict == "pass" or "password" in redis_finding["seen"]
     assert "hunter2" not in done.output

@@ -1,4 +1,4 @@
-"""`penstock top`: what it prints once, and what its keys do."""
+"""`penstock top`: its printed view, and its keys."""
 
 from __future__ import annotations
 
@@ -22,19 +22,53 @@ from tests.fair_time import PATIENCE_S
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
-    facts = {"name": name, "url": "http://e:1", "pool": "chat", "role": "both", "engine": "vllm", "layout": "tp4"}
-    state = {"state": "up", "cause": None, "since_s": None, "available": True, "silence_s": 0.0, "labels": {}}
-    numbers = {"in_flight": 3, "max_concurrency": 24, "waiting": 0, "kv": 0.314, "backlog_tokens": 512, "hit": 0.71}
+    facts = {
+        "name": name,
+        "url": "http://e:1",
+        "pool": "chat",
+        "role": "both",
+        "engine": "vllm",
+        "layout": "tp4",
+    }
+    state = {
+        "state": "up",
+        "cause": None,
+        "since_s": None,
+        "available": True,
+        "silence_s": 0.0,
+        "labels": {},
+    }
+    numbers = {
+        "in_flight": 3,
+        "max_concurrency": 24,
+        "waiting": 0,
+        "kv": 0.314,
+        "backlog_tokens": 512,
+        "hit": 0.71,
+    }
     paces = {"ttft_p95_s": 0.42, "tpot_p95_s": 0.012, "spark": [0] * 30 + [9] * 30}
     return facts | state | numbers | paces | more
 
 
 def view(*endpoints: dict[str, Any], why: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     paces = {"p50_s": 0.1, "p95_s": 0.4, "p99_s": 1.25, "budget_s": 5.0}
-    totals = {"requests_per_s": 12.34, "tokens_per_s": 900.0, "streams": 7, "waiting": 1, "errors_per_s": 0.0}
+    totals = {
+        "requests_per_s": 12.34,
+        "tokens_per_s": 900.0,
+        "streams": 7,
+        "waiting": 1,
+        "errors_per_s": 0.0,
+    }
     totals |= {"shed_per_s": {"too_slow": 0.5}, "goodput": [{"class": "standard", "ratio": 0.998}]}
     totals |= {"ttft": paces, "tpot": paces, "prefix_hit": 0.613}
-    pair = {"prefill": "p-0", "decode": "d-0", "per_s": 1.5, "failed": 2, "p95_s": 0.09, "kv_bytes_per_s": 1.25e9}
+    pair = {
+        "prefill": "p-0",
+        "decode": "d-0",
+        "per_s": 1.5,
+        "failed": 2,
+        "p95_s": 0.09,
+        "kv_bytes_per_s": 1.25e9,
+    }
     return {
         "config": {"version": 4},
         "totals": totals,
@@ -54,62 +88,71 @@ def printed(frame: dict[str, Any]) -> str:
     return console.export_text()
 
 
-def test_one_look_tells_totals_fleet_flow_and_why() -> None:
-    said = printed(view(endpoint("d-0"), OUT, why=(WHY,)))
-    assert "penstock v4   1 of 2 serve   12.3 req/s   900 tok/s   7 in flight   1 waiting   0.5 refused/s" in said
-    assert "TTFT p50 100ms  p95 400ms  p99 1.25s of 5.00s" in said
-    assert "prefix hits 61.3%" in said
-    assert "standard 99.8% kept" in said
-    assert "DEAD 14s engine_dead" in said
-    assert "1.5/s 1.25 GB/s p95 90ms 2 failed" in said
-    assert "KV flow (3 under way, 31 MB/s by shm)" in said
-    assert "! d-1 is out for 14 s." in said
+def test_the_view_has_totals_fleet_flow_and_diagnosis() -> None:
+    output = printed(view(endpoint("d-0"), OUT, why=(WHY,)))
+    assert "penstock v4   1 of 2 up   12.3 req/s   900 tok/s   7 in flight" in output
+    assert "1 waiting   0.5 rejected/s" in output
+    assert "TTFT p50 100ms  p95 400ms  p99 1.25s of 5.00s" in output
+    assert "prefix hits 61.3%" in output
+    assert "standard SLO met 99.8%" in output
+    assert "DEAD 14s engine_dead" in output
+    assert "1.5/s 1.25 GB/s p95 90ms 2 failed" in output
+    assert "KV flow (3 in progress, 31 MB/s by shm)" in output
+    assert "! d-1 is out for 14 s." in output
 
 
-def test_one_request_is_shown_as_one_and_not_as_percentiles() -> None:
+def test_one_request_is_shown_without_percentiles() -> None:
     frame = view()
     frame["totals"]["ttft"] = frame["totals"]["ttft"] | {"p95_s": 0.1, "p99_s": 0.1, "count": 1}
     assert "TTFT 100ms (one request) of 5.00s" in printed(frame)
 
 
-def test_a_quiet_gateway_says_so() -> None:
+def test_an_idle_gateway_has_no_problems() -> None:
     frame = view()
     frame["flow"]["pairs"] = []
-    assert "nothing to explain: all is well" in printed(frame)
+    assert "no problems" in printed(frame)
 
 
-def test_bytes_are_told_with_three_digits() -> None:
+def test_bytes_have_three_digits() -> None:
     assert [volume(count) for count in (0.0, 512.4, 999.6, 31e6, 12.345e9)] == [
         *("0 B", "512 B", "1 kB", "31 MB", "12.35 GB")
     ]
 
 
-def test_a_sparkline_shows_the_largest_of_each_part() -> None:
+def test_a_sparkline_shows_the_largest_value_of_each_interval() -> None:
     assert spark([0] * 40 + [0, 0, 4] * 6 + [0, 0]) == "▁" * 14 + "▇" * 6
     assert spark([]) == ""
 
 
-async def test_once_and_json_ask_a_running_gateway_and_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateway_fleet(2) as home:
-        for words, wanted in (((), "2 of 2 serve"), (("--once",), "2 of 2 serve"), (("--json",), '"endpoints"')):
-            asked = ("top", *words, "--admin", home.app.admin_url)
+async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway_fleet(2) as fleet:
+        for words, wanted in (
+            ((), "2 of 2 up"),
+            (("--once",), "2 of 2 up"),
+            (("--json",), '"endpoints"'),
+        ):
+            asked = ("top", *words, "--admin", fleet.app.admin_url)
             done = await asyncio.to_thread(CliRunner().invoke, main.app, asked)
             assert (done.exit_code, wanted in done.output) == (0, True), done.output
         assert len(json.loads(done.output)["endpoints"]) == 2
         letters = TextIOWrapper(BytesIO(), encoding="ascii")
         monkeypatch.setattr("sys.stdout", letters)
-        monkeypatch.setattr("sys.argv", ["penstock", "top", "--once", "--admin", home.app.admin_url])
+        monkeypatch.setattr(
+            "sys.argv", ["penstock", "top", "--once", "--admin", fleet.app.admin_url]
+        )
         with pytest.raises(SystemExit, match="0"):
             await asyncio.to_thread(main.main)
         monkeypatch.undo()
         letters.seek(0)
-        assert "2 of 2 serve" in letters.read()
-    gone = await asyncio.to_thread(CliRunner().invoke, main.app, ["top", "--once", "--admin", home.app.admin_url])
-    assert (gone.exit_code, "no gateway answers" in gone.output) == (1, True)
+        assert "2 of 2 up" in letters.read()
+    gone = await asyncio.to_thread(
+        CliRunner().invoke, main.app, ["top", "--once", "--admin", fleet.app.admin_url]
+    )
+    assert (gone.exit_code, "cannot reach a gateway" in gone.output) == (1, True)
 
 
-class Told:
-    """A gateway that streams what a test puts and remembers what it was asked."""
+class FakeSource:
+    """A gateway that streams the frames of a test and records its requests."""
 
     def __init__(self) -> None:
         self.frames: Queue[dict[str, Any] | None] = Queue()
@@ -125,16 +168,20 @@ class Told:
         self.asked.append((method, path))
         if self.refuses:
             raise NoAnswerError("only with the admin key")
-        return {"message": "no such request"} if method == "GET" else {"drained": path.endswith("/drain")}
+        return (
+            {"message": "no such request"}
+            if method == "GET"
+            else {"drained": path.endswith("/drain")}
+        )
 
 
-async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing() -> None:
+async def test_a_refused_request_shows_a_message_and_the_view_continues() -> None:
     pytest.importorskip("textual", reason="the extra `top` is not installed")
     from textual.widgets import DataTable
 
     from gateway.cli.top.tui import Top
 
-    source = Told()
+    source = FakeSource()
     source.refuses = True
     screen = Top(source)
     async with screen.run_test(size=(150, 40), notifications=True) as pilot:
@@ -147,18 +194,20 @@ async def test_what_the_gateway_refuses_is_told_on_the_screen_and_ends_nothing()
                 await pilot.press(key, *(("y",) if key == "d" else ()))
                 while not len(screen._notifications):
                     await pilot.pause(0.01)
-            assert [each.message for each in screen._notifications] == ["only with the admin key"]
+            assert [notification.message for notification in screen._notifications] == [
+                "only with the admin key"
+            ]
         source.frames.put(None)
     assert source.asked == [("POST", "/endpoints/d-0/drain"), ("GET", "/explain/last")]
 
 
-async def test_one_who_leaves_and_one_who_came_with_its_name_have_a_row_each() -> None:
+async def test_a_removed_and_a_new_endpoint_of_the_same_name_have_a_row_each() -> None:
     pytest.importorskip("textual", reason="the extra `top` is not installed")
     from textual.widgets import DataTable
 
     from gateway.cli.top.tui import Top
 
-    source = Told()
+    source = FakeSource()
     screen = Top(source)
     async with screen.run_test(size=(150, 40)) as pilot:
         source.frames.put(view(endpoint("d-0", state="leaving"), endpoint("d-0", url="http://e:2")))
@@ -173,10 +222,9 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable
 
-    from gateway.cli.top.tui import Confirm, Top
-    from gateway.cli.top.tui import Told as Page
+    from gateway.cli.top.tui import ConfirmDialog, DetailPage, Top
 
-    source = Told()
+    source = FakeSource()
     frame = view(endpoint("d-0"), OUT, why=(WHY,))
     screen = Top(source)
     async with screen.run_test(size=(150, 40)) as pilot:
@@ -190,24 +238,26 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
         source.frames.put(copy.deepcopy(frame))
         await until(lambda: table.row_count == 2)
         await pilot.press("down", "d", "n", "d", "escape")
-        await until(lambda: not isinstance(screen.screen, Confirm))
+        await until(lambda: not isinstance(screen.screen, ConfirmDialog))
         assert source.asked == []
         await pilot.press("d")
-        await until(lambda: isinstance(screen.screen, Confirm))
+        await until(lambda: isinstance(screen.screen, ConfirmDialog))
         await pilot.press("y")
         await until(lambda: source.asked == [("POST", "/endpoints/d-1/drain")])
         frame["endpoints"][1]["state"] = "drained"
         source.frames.put(copy.deepcopy(frame))
-        await until(lambda: str(table.get_cell_at(Coordinate(1, COLUMNS.index("state")))) == "drained")
+        await until(
+            lambda: str(table.get_cell_at(Coordinate(1, COLUMNS.index("state")))) == "drained"
+        )
         assert table.cursor_row == 1
         await pilot.press("d")
         await until(lambda: source.asked[-1] == ("POST", "/endpoints/d-1/undrain"))
 
         await pilot.press("enter")
-        await until(lambda: isinstance(screen.screen, Page))
+        await until(lambda: isinstance(screen.screen, DetailPage))
         assert source.asked[-1] == ("GET", "/explain/last")
         await pilot.press("escape")
-        await until(lambda: not isinstance(screen.screen, Page))
+        await until(lambda: not isinstance(screen.screen, DetailPage))
 
         await pilot.press("slash", *"dr")
         await until(lambda: table.row_count == 1)
