@@ -17,7 +17,10 @@ class Files(NamedTuple):
 
 
 class Authority:
-    """Issues certificates into a folder. `ca` is the path of its own certificate. `same_as`: not another authority."""
+    """Issues certificates into a folder.
+
+    `ca` is the path of its own certificate. `same_as`: not another authority.
+    """
 
     def __init__(self, folder: Path, same_as: Authority | None = None) -> None:
         self._ca = trustme.CA() if same_as is None else same_as._ca
@@ -27,7 +30,8 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, file: str, *names: str, expired: bool = False) -> Files:
-        """Write file.pem and file.key for these names, each by renaming, as a certificate manager does.
+        """Write file.pem and file.key for these names, each by renaming, as a certificate manager
+        does.
 
         The certificate's common name is `file`.
         """

@@ -1,4 +1,6 @@
-"""What all tests share: hypothesis judges behaviour, not how fast a loaded machine shows it or makes its examples."""
+"""What all tests share: hypothesis judges behaviour, not how fast a loaded machine shows it or
+makes its examples.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Within one event loop, an iteration counts TURN_S at most, however long other processes had the CPU.
 Between processes, time in which one of them was runnable without a CPU is subtracted; Linux reports
-it. Time that a hypervisor gives to other guests is not visible, so one of a few attempts has to be in
-time. Lower limits use the wall clock.
+it. Time that a hypervisor gives to other guests is not visible, so one of a few attempts has to be
+in time. Lower limits use the wall clock.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class Stopwatch:
 
 @cache
 def pace() -> float:
-    """Return how many times longer work takes now than on the idle machine of the limits, at least 1.
+    """Return how many times longer work takes now than on the idle machine of the limits, at least
+    1.
 
-    Multiply configured timeouts by it that must expire within a test, but not before a working engine
-    has answered.
+    Multiply configured timeouts by it that must expire within a test, but not before a working
+    engine has answered.
     """
     began = monotonic()
     sum(number * number for number in range(_WORK))
@@ -78,7 +79,10 @@ def pace() -> float:
 
 
 def once_within(seconds: float, took_s: Callable[[], float]) -> None:
-    """Assert that one of TRIES attempts takes less than this. A busy machine delays some, but not all."""
+    """Assert that one of TRIES attempts takes less than this.
+
+    A busy machine delays some, but not all.
+    """
     spans: list[float] = []
     while not spans or spans[-1] >= seconds:
         assert len(spans) < TRIES, f"never within {seconds:g} s: {spans}"
@@ -86,7 +90,10 @@ def once_within(seconds: float, took_s: Callable[[], float]) -> None:
 
 
 async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
-    """Await the coroutine and return its result. Raises AssertionError if it takes longer than this."""
+    """Await the coroutine and return its result.
+
+    Raises AssertionError if it takes longer than this.
+    """
     waiting, time = asyncio.ensure_future(what), asyncio.ensure_future(FairTime().run(seconds))
     try:
         await asyncio.wait({waiting, time}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,5 @@
-"""Configuration sections with long timeouts, for engines that share a busy machine or the event loop.
+"""Configuration sections with long timeouts, for engines that share a busy machine or the event
+loop.
 
 Without them, a gateway may eject a working engine that got no CPU for a second.
 """

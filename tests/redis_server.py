@@ -22,7 +22,10 @@ WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 
 
 class RedisServer:
-    """A server that can be stopped, suspended and restarted on the same port. A stop loses its data."""
+    """A server that can be stopped, suspended and restarted on the same port.
+
+    A stop loses its data.
+    """
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder = program, folder

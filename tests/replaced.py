@@ -13,7 +13,10 @@ from gateway.util.version import is_compiled
 def replace_method(
     patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
 ) -> None:
-    """Replace a method. Skips the test on compiled modules, whose methods are fixed (decision 0005)."""
+    """Replace a method.
+
+    Skips the test on compiled modules, whose methods are fixed (decision 0005).
+    """
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class here: its methods cannot be replaced")
     patch.setattr(owner, name, by)
@@ -23,7 +26,10 @@ Owner = TypeVar("Owner")
 
 
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
-    """Return the look-alike, typed as `owner`. Skips the test on compiled modules, which check types."""
+    """Return the look-alike, cast to `owner`.
+
+    Skips the test on compiled modules, which check types.
+    """
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class here: no other object can replace it")
     return cast(Owner, look_alike)

@@ -46,7 +46,7 @@ async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(
         assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_a_stream_that_waits_to_go_on_elsewhere_ends_with_that_event_when_the_gateway_stops() -> (
+async def test_a_stream_that_waits_to_be_resumed_ends_with_an_error_event_when_the_gateway_stops() -> (
     None
 ):
     async with gateway_fleet(2, **ONE_TURN) as fleet:

@@ -1,4 +1,4 @@
-"""A gateway in front of scripted engines that answer, refuse connections, or accept and reset them."""
+"""A gateway in front of engines that answer, refuse connections, or reset them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two mock groups, and a client that splits requests between them as each engine's dialect requires.
+"""Two mock groups, and a client that splits requests between them as each engine's dialect
+requires.
 
 The client does what a gateway would do. The expectations are in the tests.
 """

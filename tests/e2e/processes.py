@@ -121,7 +121,10 @@ def gateway_process(
 
 @contextmanager
 def mock_fleet(*options: str) -> Iterator[list[str]]:
-    """Run two mock TP groups without simulated delays, unless `options` override that. Yields URLs."""
+    """Run two mock TP groups without simulated delays, unless `options` override that.
+
+    Yields URLs.
+    """
     command = [
         sys.executable,
         "-m",

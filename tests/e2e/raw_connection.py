@@ -1,4 +1,4 @@
-"""A client connection that sends the given bytes unchanged and parses HTTP/1.1 responses strictly."""
+"""A client connection that sends raw bytes and parses HTTP/1.1 responses strictly."""
 
 from __future__ import annotations
 

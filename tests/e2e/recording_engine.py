@@ -37,7 +37,7 @@ _FLOOD = (
 
 
 class RecordedRequest:
-    """One request: its head and body as received, and the times it came and its connection closed."""
+    """One request: its head and body as received, and the times of its arrival and close."""
 
     def __init__(self, head: bytes, body: bytes) -> None:
         self.head = head

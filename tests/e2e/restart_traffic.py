@@ -138,7 +138,10 @@ def learned_state(gateway: GatewayProcess) -> dict[str, Any]:
 
 
 async def restart(gateway: GatewayProcess, pid: int) -> int:
-    """Send SIGUSR2 to the serving process. Returns its successor's pid once that accepts connections."""
+    """Send SIGUSR2 to the serving process.
+
+    Returns its successor's pid once that accepts connections.
+    """
     known = len(ACCEPTS.findall(gateway.stderr_text))
     os.kill(pid, signal.SIGUSR2)
     try:

@@ -40,7 +40,10 @@ def shared_gateway(
     more: str = "",
     policy: str = "prefix_aware",
 ) -> Iterator[GatewayProcess]:
-    """Run one gateway, with `more` added to its configuration. It shares state if `redis` is set."""
+    """Run one gateway, with `more` added to its configuration.
+
+    It shares state if `redis` is set.
+    """
     directory = folder / name
     directory.mkdir(exist_ok=True)
     pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)

@@ -1,4 +1,5 @@
-"""A gateway in front of mock prefill and decode groups that transfer real KV bytes, in one event loop.
+"""A gateway in front of mock prefill and decode groups that transfer real KV bytes, in one event
+loop.
 
 The mock derives its output tokens from the KV a group holds. A split request therefore returns the
 same text as one group alone only if every byte arrived in its place (mockgpu/text.py).
@@ -89,7 +90,7 @@ class SplitFleet:
         return amounts
 
     async def _used_or_unreachable(self) -> list[int]:
-        """Return used_resources(), or [1] while a group does not listen yet after a `refuse` fault."""
+        """Return used_resources(), or [1] while a group does not listen after a fault."""
         try:
             return await self.used_resources()
         except aiohttp.ClientConnectorError:

@@ -1,8 +1,8 @@
 """Slow, silent and disconnecting clients of a real gateway with short limits.
 
-The gateway checks deadlines four times a second, so the tests wait for its reaction and measure when
-it came. Time in which other processes had the CPU does not count where Linux reports it, and one of
-three attempts has to be in time.
+The gateway checks deadlines four times a second, so the tests wait for its reaction and measure
+when it came. Time in which other processes had the CPU does not count where Linux reports it, and
+one of three attempts has to be in time.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def test_a_stalled_reader_costs_little_memory_is_cut_off_and_delays_no_other_cli
 
 
 async def test_the_gateway_buffers_at_most_one_engine_read_for_a_stalled_reader() -> None:
-    """The write buffer of the client's transport never exceeds its high-water mark plus one read."""
+    """The client's write buffer never exceeds its high-water mark plus one read."""
     with recording_engine() as engine:
         config = Config.model_validate(
             {

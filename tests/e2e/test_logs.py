@@ -1,4 +1,6 @@
-"""The access log of two workers is moved and rotated under load; the operator log reports it as JSON."""
+"""The access log of two workers is moved and rotated under load; the operator log reports it as
+JSON.
+"""
 
 from __future__ import annotations
 

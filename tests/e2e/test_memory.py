@@ -95,7 +95,10 @@ def test_announcing_large_bodies_uses_none_of_the_budget(setup: Setup) -> None:
 
 
 def test_unread_responses_do_not_accumulate(setup: Setup) -> None:
-    """The client pipelines bad requests and reads nothing. The gateway stops reading, then closes."""
+    """The client pipelines bad requests and reads nothing.
+
+    The gateway stops reading, then closes.
+    """
     before, peak, took = setup.gateway.resident_bytes, 0, Stopwatch(setup.gateway.pid)
     with RawConnection(setup.gateway.port, receive_bytes=4096) as connection:
         connection.socket.settimeout(0.1)

@@ -1,4 +1,6 @@
-"""How the mock of each engine handles the legs of split requests: handoffs, usage, leases, refusals."""
+"""How the mock of each engine handles the legs of split requests: handoffs, usage, leases,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -141,9 +143,7 @@ async def test_a_ticket_can_be_used_once() -> None:
         await groups.at_rest()
 
 
-async def test_a_decode_group_with_the_prompt_cached_fetches_nothing_and_frees_the_prefill_group() -> (
-    None
-):
+async def test_a_decode_group_with_the_prompt_cached_frees_the_prefill_group() -> None:
     async with mock_pair() as groups:
         body = {"prompt": list(range(1, 50)), "max_tokens": 4}
         await groups.split(body)
@@ -285,7 +285,7 @@ async def test_the_prompt_of_a_chat_is_rendered_only_once() -> None:
 
 
 async def test_a_decode_group_reserves_memory_for_the_whole_prompt_before_the_transfer() -> None:
-    """With memory for one of two prompts, the second waits and its KV stays with the prefill group."""
+    """With memory for one prompt, the second waits and its KV stays with prefill."""
     tokens = len(token_bytes(PROMPT)) // 4
     async with mock_pair("vllm_push", kv_tokens=2 * tokens, speed=1.0) as groups:
         bodies = [{"prompt": f"{name} " + PROMPT, "max_tokens": 60} for name in ("one", "two")]

@@ -1,4 +1,4 @@
-"""The official openai SDK and a real gateway in front of two mock TP groups with predictable text."""
+"""The official openai SDK and a gateway in front of two mock groups with predictable text."""
 
 from __future__ import annotations
 

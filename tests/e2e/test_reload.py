@@ -1,4 +1,6 @@
-"""Configuration changes of a real gateway: edits, diff, rollback, rejected edits, SIGHUP, no gateway."""
+"""Configuration changes of a real gateway: edits, diff, rollback, rejected edits, SIGHUP, no
+gateway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SIGUSR2 under load: no request is refused or truncated, and the successor keeps the learned state."""
+"""SIGUSR2 under load: no request is refused or truncated, and the successor keeps the learned
+state.
+"""
 
 from __future__ import annotations
 

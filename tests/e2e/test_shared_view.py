@@ -71,8 +71,8 @@ async def converse(
 ) -> float:
     """Hold conversations whose turns go to the gateways in turn.
 
-    Returns the share of prompt tokens that the engines had cached. Every request must succeed. Between
-    two turns, wait until the `agreeing` gateways have the same view.
+    Returns the share of prompt tokens that the engines had cached. Every request must succeed.
+    Between two turns, wait until the `agreeing` gateways have the same view.
     """
     rng = Random(seed)
     prompts = [
@@ -106,7 +106,9 @@ async def converse(
 
 
 def wait_for_agreement(gateways: tuple[GatewayProcess, ...]) -> float:
-    """Wait until all gateways report the same held tokens per engine. Returns the seconds that took.
+    """Wait until all gateways report the same held tokens per engine.
+
+    Returns the seconds that took.
 
     The condition must hold for ten polls in a row. Prompts differ in length, so equal numbers by
     chance are unlikely.

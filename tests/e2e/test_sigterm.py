@@ -1,4 +1,4 @@
-"""SIGTERM with many open streams: none is truncated, and after the limit each ends with an error."""
+"""SIGTERM with open streams: none is truncated, and after the limit each ends with an error."""
 
 from __future__ import annotations
 

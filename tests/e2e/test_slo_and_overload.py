@@ -1,4 +1,6 @@
-"""The official SDK and a gateway under load: SLO classes, deadlines, refusals, tenants, overflow tiers."""
+"""The official SDK and a gateway under load: SLO classes, deadlines, refusals, tenants, overflow
+tiers.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 
 
 def mixed_requests(count: int, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield random requests: short and long, chat and completion, streamed or not, some with a prefix."""
+    """Yield random requests: short and long, chat and completion, streamed or not, some with a
+    prefix.
+    """
     rng = Random(seed)
     for number in range(count):
         beginning = SENTENCE * rng.choice((0, 0, 10, 30))
@@ -81,8 +83,8 @@ async def test_clients_that_disconnect_at_any_time_leave_nothing_held(dialect: s
 
         for batch in range(6):
             await asyncio.gather(*(leave(batch * 100 + number) for number in range(6)))
-        # A request sent only to free KV is closed after TAKEN_S. A decode group declines a leg that was
-        # closed before the engine saw it within DECLINING_S.
+        # A request sent only to free KV is closed after TAKEN_S. A decode group declines a leg that
+        # was closed before the engine saw it within DECLINING_S.
         await fleet.at_rest(within_s=TAKEN_S + DECLINING_S + 5.0)
         await fleet.assert_right_answer({"prompt": "and still " + SENTENCE * 20, "max_tokens": 8})
         await fleet.at_rest()

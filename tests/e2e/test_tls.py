@@ -1,4 +1,4 @@
-"""TLS listeners of a real gateway: the openai SDK, curl and raw sockets, and certificate changes."""
+"""TLS listeners of a real gateway: SDK, curl and raw sockets, and certificate changes."""
 
 from __future__ import annotations
 
@@ -403,7 +403,8 @@ def test_status_names_an_expired_certificate_and_the_valid_one_stays_in_use(
     assert "other.pem expired on 2020-01-02" in done.stdout
     ends = time.monotonic() + PATIENCE_S
     while (
-        "keeping the certificate in use" not in setup.gateway.stderr_text and time.monotonic() < ends
+        "keeping the certificate in use" not in setup.gateway.stderr_text
+        and time.monotonic() < ends
     ):
         time.sleep(0.05)
     assert "keeping the certificate in use" in setup.gateway.stderr_text

@@ -1,4 +1,4 @@
-"""Two workers behind one port: shared view, admin server, configuration changes, deaths, shutdown."""
+"""Two workers behind one port: shared view, admin server, reloads, deaths, shutdown."""
 
 from __future__ import annotations
 
@@ -178,7 +178,10 @@ async def test_a_manually_drained_endpoint_gets_no_request_from_any_worker(
 
 
 async def served_by(running: GatewayProcess, requests: int) -> set[str]:
-    """Send requests, each to the worker the kernel chooses. Returns the endpoints that served them."""
+    """Send requests, each to the worker the kernel chooses.
+
+    Returns the endpoints that served them.
+    """
     names = set()
     for number in range(requests):
         async with (

@@ -26,7 +26,7 @@ def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: LinkedEn
     assert ends.arrived(pieces)
 
 
-def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
+def test_pieces_adjacent_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
     pieces = runs(range(62, 22, -1), range(40))
     ends.reserve(1, pieces, range(40))
     ends.put(1, pieces, 0, 40)
@@ -34,7 +34,7 @@ def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: LinkedEnds) -
     assert ends.arrived(pieces)
 
 
-def test_more_stretches_than_keys_are_staged_and_put_into_place() -> None:
+def test_more_runs_than_keys_are_staged_and_copied_into_place() -> None:
     ends = LinkedEnds(options=RdmaOptions(most_keys=4))
     pieces = runs(range(20), range(1, 41, 2))
     ends.reserve(1, pieces, range(1, 41, 2))
@@ -72,7 +72,7 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Link
     assert not ends.place.bytes[2 * BLOCK :].any()  # the second is not written
 
 
-def test_bytes_that_are_not_what_the_source_read_are_corrupt(
+def test_bytes_that_differ_from_what_the_source_read_are_corrupt(
     ends: LinkedEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.transports.rdma.sender.digest_of", lambda *_: 1)
@@ -82,7 +82,7 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(
     ends.sink.wait("landed", 1, 0, Verdict.CORRUPT)
 
 
-def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
+def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue(
     ends: LinkedEnds,
 ) -> None:
     """The source has keys and has checked its generations when the sink fences the transfer."""
@@ -136,7 +136,7 @@ def test_dropped_windows_are_not_sent_or_end_stale(ends: LinkedEnds) -> None:
     assert ends.sink.heard[-1] == ("message", b"dropped")
 
 
-def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: LinkedEnds) -> None:
+def test_a_closed_peer_is_reported_lost_and_a_later_fence_is_answered(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     ends.far.close()

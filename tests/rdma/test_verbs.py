@@ -1,4 +1,4 @@
-"""What the device itself refuses, on which the fence relies."""
+"""Accesses that the RDMA device itself refuses. The fence relies on them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def bench() -> Iterator[VerbsPair]:
     verbs_pair.close()
 
 
-def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: VerbsPair) -> None:
+def test_a_key_allows_writes_to_its_bytes_and_the_immediate_value_arrives(bench: VerbsPair) -> None:
     key = bench.grant(bench.far, 100, 1000).remote_key
     completions = bench.write(100, 1000, key)
     assert {

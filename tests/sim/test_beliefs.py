@@ -51,20 +51,20 @@ def error(record: Record) -> float:
     return abs(record.predicted_ttft_s - actual_s) / actual_s
 
 
-def test_first_tokens_are_foreseen_at_half_load() -> None:
+def test_ttft_is_predicted_at_half_load() -> None:
     result = errors(ran(H100, speed=0.6))
     assert len(result) > 500
     assert median(result) < 0.04
     assert fmean(result) < 0.06
 
 
-def test_first_tokens_are_foreseen_near_saturation() -> None:
+def test_ttft_is_predicted_near_saturation() -> None:
     result = errors(ran(H100, speed=1.0))
     assert median(result) < 0.045
     assert fmean(result) < 0.07
 
 
-def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
+def test_ttft_is_predicted_for_unequal_gpus_as_well_as_for_equal_ones() -> None:
     result = errors(ran(H100, L40S, speed=1.0))
     assert median(result) < 0.045
     assert fmean(result) < 0.075
@@ -98,6 +98,6 @@ def bias(run: Run) -> float:
     return sum(tokens * predicted_s for tokens, predicted_s, _ in answers) / took_s - 1.0
 
 
-def test_what_answers_take_is_foreseen_in_the_mean_at_half_load_and_near_saturation() -> None:
+def test_mean_response_times_are_predicted_at_half_load_and_near_saturation() -> None:
     assert abs(bias(ran(H100, speed=0.6))) < 0.05
     assert abs(bias(ran(H100, speed=1.0))) < 0.06

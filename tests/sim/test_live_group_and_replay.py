@@ -61,7 +61,7 @@ class Stamps:
         raise error
 
 
-async def lived(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
+async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
     """Run all jobs through one live group."""
     loop = asyncio.get_running_loop()
     spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
@@ -90,7 +90,7 @@ def replayed(requests: list[TraceRequest], leaping: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 1e-3)])
-def test_a_replayed_group_gives_every_token_when_the_live_one_does(
+def test_a_replayed_group_emits_every_token_when_the_live_one_does(
     leaping: bool, within: float
 ) -> None:
     """Sixty requests of the trace, more than the group's KV holds at once: some wait, some are
@@ -98,7 +98,7 @@ def test_a_replayed_group_gives_every_token_when_the_live_one_does(
     """
     requests = [request for request in conversation(120) if request.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        live = runner.run(lived(requests))
+        live = runner.run(run_live(requests))
     twins = replayed(requests, leaping)
     assert (
         sum(job.preemptions for job, _ in live) == sum(request.preemptions for request in twins) > 0

@@ -44,7 +44,7 @@ async def test_round_robin_is_exact_over_a_thousand_requests() -> None:
         await fleet.at_rest()
 
 
-async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
+async def test_least_loaded_balances_requests_whose_sizes_vary_a_hundredfold() -> None:
     rng = Random(3)
     sizes = [(int(10 ** rng.uniform(1, 3)), int(10 ** rng.uniform(0, 2))) for _ in range(1800)]
     async with gateway_fleet(4, speed=15.0, pool={"policy": "least_loaded"}) as fleet:
@@ -59,7 +59,7 @@ async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold()
 @pytest.mark.parametrize(
     "policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")]
 )
-async def test_every_other_policy_serves_over_http_and_keeps_a_conversation_where_it_began(
+async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_conversations_in_place(
     policy: str,
 ) -> None:
     """Eight conversations of six growing turns.

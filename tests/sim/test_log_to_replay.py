@@ -13,7 +13,9 @@ from policies import registry
 from tests.chaos.gateway_fleet import gateway_fleet
 
 
-async def test_a_log_with_blocks_replays_with_the_hits_that_were_there(tmp_path: Path) -> None:
+async def test_a_replayed_log_with_blocks_has_the_cache_hits_of_the_original(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "access.jsonl"
     observability = {"access_log": str(log), "access_flush": "10ms", "access_blocks": True}
     shared = "word " * 4000

@@ -1,4 +1,4 @@
-"""A small version of `make overload` on the virtual clock: attainment during a spike and after it."""
+"""A small `make overload` on the virtual clock: attainment during and after a spike."""
 
 from __future__ import annotations
 

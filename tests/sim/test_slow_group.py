@@ -71,7 +71,7 @@ def ran(
 
 
 def hedges(kinds: tuple[Kind, ...], policy: str, seed: int, per_s: float) -> float:
-    """The share of requests that were hedged in a minute of a pool in which no group may be ejected."""
+    """Return the share of hedged requests over a minute, in a pool without ejection."""
     result, options = (
         traffic(requests(seed, 60.0, per_s)),
         Options(slow_factor=2.5, hedge_share=HEDGES),
@@ -94,7 +94,7 @@ def p99_s(run: Run) -> float:
 
 
 @pytest.mark.parametrize("policy", registry.names())
-def test_a_group_ten_times_slower_gets_next_to_nothing_after_ten_seconds(policy: str) -> None:
+def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(policy: str) -> None:
     run, _ = ran(policy, 4, 1, 60.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
     assert all(record.first_s is not None for record in run.records)
     assert share(run, KEPT_S) <= 0.01
@@ -120,7 +120,7 @@ def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "sglang_cache_aware"])
-def test_requests_that_are_late_at_a_suspect_group_do_not_wait_for_its_ejection(
+def test_late_requests_at_a_suspect_group_are_moved_before_its_ejection(
     policy: str,
 ) -> None:
     run, fleet = ran(policy, 4, 11, 20.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
@@ -140,7 +140,7 @@ def test_a_group_that_becomes_slow_at_one_thing_is_ejected(
 ) -> None:
     _, fleet = ran(policy, 4, 1, 60.0, Fault(20.0, 0, Trouble.SLOW, factor=factor, only=only))
     assert [group for _, group in fleet.speeds.ejected] == [0]
-    # Three times slower at prompts alone is near the limit: a policy that looks at load sends it few of them.
+    # Three times slower at prompts only is near the limit: load-aware policies send it few prompts.
     assert fleet.speeds.ejected[0][0] <= 20.0 + (20.0 if only == "prefill" else 10.0)
 
 

@@ -23,16 +23,29 @@ COLOUR = "getComputedStyle(document.documentElement).getPropertyValue('--{}').tr
 
 @asynccontextmanager
 async def opened(
-    browser: Browser, fleet: GatewayFleet | SplitFleet, scheme: Literal["light", "dark"] = "light", width: int = 1440
+    browser: Browser,
+    fleet: GatewayFleet | SplitFleet,
+    scheme: Literal["light", "dark"] = "light",
+    width: int = 1440,
 ) -> AsyncIterator[Page]:
     """The page, once it has drawn a frame. Whatever it complains of or asks of others is a failure."""
-    context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = await browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme
+    )
     page = await context.new_page()
     complaints: list[str] = []
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
     elsewhere: list[str] = []
-    page.on("request", lambda asked: None if asked.url.startswith(fleet.app.admin_url) else elsewhere.append(asked.url))
+    page.on(
+        "request",
+        lambda asked: (
+            None if asked.url.startswith(fleet.app.admin_url) else elsewhere.append(asked.url)
+        ),
+    )
     await page.goto(fleet.app.admin_url + "/")
     await expect(page.locator("#rows tr")).to_have_count(len(fleet.app.gateway.endpoints.all()))
     try:
@@ -43,11 +56,16 @@ async def opened(
 
 
 async def busy(fleet: GatewayFleet, requests: int = 24) -> None:
-    await asyncio.gather(*(fleet.ask(prompt=f"question {at % 4} " * 80, tokens=48) for at in range(requests)))
+    await asyncio.gather(
+        *(fleet.ask(prompt=f"question {at % 4} " * 80, tokens=48) for at in range(requests))
+    )
 
 
 async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Browser) -> None:
-    async with gateway_fleet(4, speed=2.0, pool={"policy": "prefix_aware"}) as fleet, opened(browser, fleet) as page:
+    async with (
+        gateway_fleet(4, speed=2.0, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
+    ):
         await busy(fleet)
         await expect(page.locator("#summary")).to_have_text("4 of 4 groups serve, configuration v1")
         await expect(page.locator("#totals")).to_contain_text("SLO met100 %of 24 requests")
@@ -59,7 +77,9 @@ async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Br
         await expect(page.locator("#rows tr")).to_have_count(1)
 
 
-async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(browser: Browser) -> None:
+async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(
+    browser: Browser,
+) -> None:
     async with gateway_fleet(2) as fleet, opened(browser, fleet) as page:
         old, new = fleet.app.gateway.endpoints.all()
         new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
@@ -86,20 +106,33 @@ async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_the_flow_of_kv_between_groups_is_shown_with_its_bytes(browser: Browser, scheme: Any) -> None:
+async def test_the_flow_of_kv_between_groups_is_shown_with_its_bytes(
+    browser: Browser, scheme: Any
+) -> None:
     quick = {"scrape": {"interval": "100ms"}, "health": {"interval": "100ms", "timeout": "5s"}}
     async with split_fleet("vllm_nixl", **quick) as fleet, opened(browser, fleet, scheme) as page:
         for number in range(12):
-            await fleet.assert_right_answer({"prompt": f"{number} " + SENTENCE * 60, "max_tokens": 4})
-        await expect(page.locator("#flow-note")).to_contain_text(re.compile(r"handoffs/s, 0 under way, .*B/s by"))
-        await expect(page.locator("#matrix td").first).to_contain_text(re.compile(r"[1-9][0-9.]*/s .*[kM]B/s p95"))
+            await fleet.assert_right_answer(
+                {"prompt": f"{number} " + SENTENCE * 60, "max_tokens": 4}
+            )
+        await expect(page.locator("#flow-note")).to_contain_text(
+            re.compile(r"handoffs/s, 0 under way, .*B/s by")
+        )
+        await expect(page.locator("#matrix td").first).to_contain_text(
+            re.compile(r"[1-9][0-9.]*/s .*[kM]B/s p95")
+        )
         await expect(page.locator("#flow path")).to_have_count(4)
         await page.locator("#flow-panel").screenshot(path=SHOTS / f"flow-{scheme}.png")
         await page.screenshot(path=SHOTS / f"split-{scheme}.png", full_page=True)
 
 
-async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_changes_nothing(browser: Browser) -> None:
-    async with gateway_fleet(2, admin={"key": "an-admin-key"}) as fleet, opened_with_refusals(browser, fleet) as page:
+async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_changes_nothing(
+    browser: Browser,
+) -> None:
+    async with (
+        gateway_fleet(2, admin={"key": "an-admin-key"}) as fleet,
+        opened_with_refusals(browser, fleet) as page,
+    ):
         button = page.locator("#rows tr").first.get_by_role("button")
         await expect(button).to_be_hidden()
         await unlock(page, "wrong")
@@ -117,7 +150,7 @@ async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_chang
 
 @asynccontextmanager
 async def opened_with_refusals(browser: Browser, fleet: GatewayFleet) -> AsyncIterator[Page]:
-    """As opened(); a browser tells of every 401 on its console, which is right here."""
+    """As opened(), but allow the 401 messages that browsers log."""
     page = await browser.new_page()
     await page.goto(fleet.app.admin_url + "/")
     yield page
@@ -173,7 +206,9 @@ def contrast(one: str, other: str) -> float:
 
 def luminance(colour: str) -> float:
     parts = [int(part, 16) / 255 for part in re.findall("[0-9a-f]{2}", colour.lower())]
-    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -191,4 +226,6 @@ async def test_a_page_whose_gateway_has_gone_says_that_it_is_old(browser: Browse
     async with gateway_fleet(1) as fleet, opened_with_refusals(browser, fleet) as page:
         await expect(page.locator("#summary")).to_contain_text("1 of 1 groups serve")
         await fleet.app.stop()
-        await expect(page.locator("#summary")).to_contain_text("what you see is old", timeout=10_000)
+        await expect(page.locator("#summary")).to_contain_text(
+            "what you see is old", timeout=10_000
+        )

@@ -1,4 +1,6 @@
-"""A Redis server that refuses writes: the bus stays down, logs it once and retries ever more slowly."""
+"""A Redis server that refuses writes: the bus stays down, logs it once and retries ever more
+slowly.
+"""
 
 from __future__ import annotations
 

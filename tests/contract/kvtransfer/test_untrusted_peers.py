@@ -1,4 +1,4 @@
-"""Unauthorised peers, lying peers and noise are refused, counted and cleaned up on every transport."""
+"""Unauthorised peers, lying peers and noise are refused and counted on every transport."""
 
 from __future__ import annotations
 

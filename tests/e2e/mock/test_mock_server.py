@@ -414,7 +414,8 @@ async def test_steps_take_the_time_that_the_roofline_model_predicts() -> None:
     loop = asyncio.get_running_loop()
     async with mock_group(spec) as group:
         started = loop.time()
-        # 8B on one H100 at double speed: 6.2 ms per step at batch 1, plus connection and first token.
+        # 8B on one H100 at double speed: 6.2 ms per step at batch 1, plus connection and first
+        # token.
         async with at_most(0.6 * pace()):
             await group.sdk.chat.completions.create(**CHAT, max_tokens=101)
         assert loop.time() - started > 0.3

@@ -1,6 +1,8 @@
-"""What deploy/ ships hangs together: files that are named exist, commands parse, limits and times fit each other.
+"""What deploy/ ships hangs together: files that are named exist, commands parse, limits and times
+fit each other.
 
-Fast and without any tool: rendering, linting and proxies that run are tests/deploy (`make deploy-check`).
+Fast and without any tool: rendering, linting and proxies that run are tests/deploy (`make
+deploy-check`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ POD = read_yaml(DEPLOY / "kubernetes" / "deployment.yaml")["spec"]["template"]["
 
 
 def parsed(arguments: list[str]) -> str:
-    """The penstock command in `arguments`, after its options were judged. Raises a usage error for unknown ones."""
+    """The penstock command in `arguments`, after its options were judged.
+
+    Raises a usage error for unknown ones.
+    """
     group: Any = typer.main.get_command(app)
     name = arguments[0]
     command = group.get_command(group.context_class(group), name)

@@ -1,4 +1,7 @@
-"""The values that docs/deploying.md shows are the chart's. What else it names is tests/unit/docs's."""
+"""The values that docs/deploying.md shows are the chart's.
+
+What else it names is tests/unit/docs's.
+"""
 
 from __future__ import annotations
 

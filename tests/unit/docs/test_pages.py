@@ -1,4 +1,5 @@
-"""Pages name only what exists: links, files, commands, options, make targets, metrics, configuration keys.
+"""Pages name only what exists: links, files, commands, options, make targets, metrics,
+configuration keys.
 
 This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
 """
@@ -76,7 +77,7 @@ def inline(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page: headings in lower case, with hyphens and without punctuation."""
+    """Return the anchors of a page: headings in lower case, with hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -244,7 +245,7 @@ def test_every_make_target_it_names_exists(name: str) -> None:
 
 @cache
 def series() -> frozenset[str]:
-    """Return all series names of a gateway and of a supervisor, with histogram and process metrics."""
+    """Return all series names of a gateway and of a supervisor."""
     return frozenset(
         re.findall(
             r"penstock_\w+",
@@ -318,7 +319,7 @@ def test_every_configuration_key_it_names_exists(name: str) -> None:
 
 
 def completed(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a complete configuration that contains this part and otherwise only required sections."""
+    """Complete this part of a configuration with the required sections."""
     pools = part.setdefault("pools", {})
     for model in part.get("models", ()):
         pools.setdefault(model.setdefault("pool", "main"), {})

@@ -1,4 +1,6 @@
-"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their stream."""
+"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their
+stream.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The endpoint table as a state machine over configuration changes: slots are unique, bookings survive."""
+"""The endpoint table as a state machine over configuration changes: slots are unique, bookings
+survive.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def config(pools: dict[str, list[int]], cap: int) -> Config:
 
 
 class Table(RuleBasedStateMachine):
-    """Adopts configurations of up to five endpoints in two pools, books, and releases removed ones."""
+    """Adopts configurations of up to five endpoints, books, and releases removed ones."""
 
     def __init__(self) -> None:
         super().__init__()

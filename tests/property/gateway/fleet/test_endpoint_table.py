@@ -1,4 +1,6 @@
-"""The endpoint table's bookings as a state machine: every booked load is released in any event order."""
+"""The endpoint table's bookings as a state machine: every booked load is released in any event
+order.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ KINDS = [
 
 
 class Bookings(RuleBasedStateMachine):
-    """Books on three endpoints and moves bookings through their stages, between probes and scrapes."""
+    """Books on three endpoints, with probes and scrapes between the booking stages."""
 
     bookings = Bundle("bookings")
 

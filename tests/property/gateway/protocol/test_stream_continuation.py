@@ -1,4 +1,4 @@
-"""Streams cut anywhere and continued by other engines: the client reads every token exactly once."""
+"""Streams cut anywhere and continued by other engines: the client reads each token once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """Return the text of a token. Every fifth has no text of its own; it comes with the next one."""
+    """Return the text of a token.
+
+    Every fifth has no text of its own; it comes with the next one.
+    """
     return (
         ""
         if number % 5 == 4
@@ -99,7 +102,7 @@ def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
 
 
 def read(out: bytes) -> list[dict[str, Any]]:
-    """Return the events that the client reads, after asserting that the stream ends exactly once."""
+    """Return the events for the client. Asserts that the stream ends exactly once."""
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
     assert body.ended

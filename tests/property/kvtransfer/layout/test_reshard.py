@@ -47,8 +47,8 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 
 def names(layout: KvLayout, rank: int, first_token: int) -> Words:
-    """Return the content of a block from `first_token` on for this rank, by kvtransfer/layout/layout.py's
-    description.
+    """Return the content of a block from `first_token` on for this rank, by
+    kvtransfer/layout/layout.py's description.
     """
     stage, tp_rank = divmod(rank, layout.tp)
     tokens = range(first_token, first_token + layout.block_tokens)

@@ -1,4 +1,6 @@
-"""A fake upstream for a leg: connections that a test answers or breaks, and an event loop without time."""
+"""A fake upstream for a leg: connections that a test answers or breaks, and an event loop without
+time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.replaced import stand_in
 
 
 class ManualLoop:
-    """The part of an event loop that a leg uses. `later` has the scheduled calls with their delays."""
+    """The part of an event loop that a leg uses.
+
+    `later` has the scheduled calls with their delays.
+    """
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []
@@ -34,7 +39,10 @@ class ManualLoop:
 
 
 class FakeConnection:
-    """One connection with the bytes of the requests it carried. `done` resolves when a response ends."""
+    """One connection with the bytes of the requests it carried.
+
+    `done` resolves when a response ends.
+    """
 
     is_fresh = True
 

@@ -193,7 +193,10 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Connecting to these engines never completes. `begun` returns when a request waits for each."""
+    """Connecting to these engines never completes.
+
+    `begun` returns when a request waits for each.
+    """
 
     def __init__(
         self, f: SplitGateway, monkeypatch: pytest.MonkeyPatch, *halves: ScriptedEngine
@@ -452,7 +455,7 @@ async def test_a_push_whose_prefill_broke_is_closed_and_the_engine_is_identified
         await f.at_rest()
 
 
-async def test_a_push_from_a_restarted_engine_is_not_awaited_and_the_next_uses_its_new_identity() -> (
+async def test_a_push_from_a_restarted_engine_is_not_awaited_and_then_uses_its_new_identity() -> (
     None
 ):
     reborn = PUSHED | {"remote_engine_id": "engine-reborn"}

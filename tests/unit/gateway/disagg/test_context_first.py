@@ -1,4 +1,6 @@
-"""TensorRT-LLM: the gateway passes the context server's handoff and tokens to the generation server."""
+"""TensorRT-LLM: the gateway passes the context server's handoff and tokens to the generation
+server.
+"""
 
 from __future__ import annotations
 

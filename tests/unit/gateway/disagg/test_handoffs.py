@@ -1,4 +1,4 @@
-"""State that outlives a split request: handoff numbers, pair figures, overdue transfers, releases."""
+"""State that outlives a split request: numbers, pair figures, overdue transfers, releases."""
 
 from __future__ import annotations
 

@@ -204,9 +204,7 @@ async def test_a_request_that_the_prefill_engine_calls_invalid_is_answered_with_
         await f.at_rest()
 
 
-async def test_a_request_that_the_decoder_calls_invalid_is_answered_with_its_error_and_its_kv_is_freed() -> (
-    None
-):
+async def test_a_request_the_decoder_calls_invalid_gets_its_error_and_its_kv_is_freed() -> None:
     """The prefill request was valid, because it asked for one token only."""
     async with split_gateway(NIXL, [prefills()], [in_turn(refuses(400), decodes)]) as f:
         reply = await f.ask(stream=True, logprobs=True, top_logprobs=20)
@@ -260,9 +258,7 @@ async def test_a_prefill_engine_that_refuses_connections_uses_no_attempt() -> No
         await f.at_rest()
 
 
-async def test_after_a_failed_kv_load_the_decoder_gets_the_request_without_handoff_and_no_blame() -> (
-    None
-):
+async def test_after_a_failed_kv_load_the_decoder_computes_the_prompt_without_blame() -> None:
     async with split_gateway(NIXL, [prefills()], [in_turn(refuses(500), decodes)]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
@@ -329,9 +325,7 @@ async def test_a_response_without_tokens_is_a_valid_response() -> None:
         await f.at_rest()
 
 
-async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goes_to_another_pair() -> (
-    None
-):
+async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_another_pair_serves() -> None:
     async with split_gateway(NIXL, [prefills(), prefills()], [resets, resets, decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE

@@ -1,4 +1,6 @@
-"""The table of gateway/disagg/state_machine.py is complete; every state has an owner and a deadline."""
+"""The table of gateway/disagg/state_machine.py is complete; every state has an owner and a
+deadline.
+"""
 
 from __future__ import annotations
 

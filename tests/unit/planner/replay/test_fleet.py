@@ -1,4 +1,4 @@
-"""The virtual fleet: every request ends once, equal seeds give equal runs, leaping changes nothing."""
+"""The virtual fleet: requests end once, equal seeds give equal runs, leaping changes nothing."""
 
 from __future__ import annotations
 

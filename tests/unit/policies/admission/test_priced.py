@@ -121,9 +121,7 @@ def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
     assert refused(priced, fleet, View()) > 0.5
 
 
-def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_many_short_ones_is() -> (
-    None
-):
+def test_a_few_long_prompts_are_no_lasting_overload_but_many_short_ones_are() -> None:
     fleet = queued(3.0)
     by_chance, lasting = admission(), admission()
     overload(by_chance, fleet, requests=8, prompt_tokens=100_000)

@@ -112,7 +112,7 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
 def test_one_that_is_throttled_is_followed_without_swinging_where_prompts_are_mostly_attention(
     prompt: int,
 ) -> None:
-    """The factors on all of a prompt's work and on its attention must not both absorb one surprise."""
+    """The factors of a prompt's work and of its attention must not absorb the same error."""
     load, now = load_of(), 0.0
     for slowness in (1.0, 3.0, 1.0):
         off = list[float]()
@@ -316,10 +316,8 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
     assert 1.0 < shared.belief.prefill.factor < 3.0
 
 
-def test_steps_that_are_taken_back_at_the_load_of_other_gateways_teach_nothing_of_reading_the_context() -> (
-    None
-):
-    """Early first tokens undo decode steps at their present cost, which is more than was counted."""
+def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_factor() -> None:
+    """Early first tokens undo decode steps at their present, higher cost."""
     rng, load, now = Random(53), EndpointLoad(0, Belief(shape_for("h100", 4, 1, 70))), 1.0
     waiting, decoding = list[Entry](), list[tuple[Entry, float]]()
     for _ in range(300):

@@ -274,7 +274,7 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
         registry.build("priced", wrong)
 
 
-def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> (
+def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
     None
 ):
     """One learned from short prompts that all its work is slower, others from long ones that

@@ -225,9 +225,7 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
     assert [decide.reason for decide in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
 
 
-def test_after_the_prefill_come_the_way_of_what_is_not_there_and_the_longer_of_queue_and_wait_for_room() -> (
-    None
-):
+def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_memory_wait() -> None:
     rule, question = SplitRule(handoff_s=0.5, kv_token_s=1e-3), ask(4000, 300)
 
     def takes_s(cached: int, **load: object) -> float:
