@@ -56,7 +56,7 @@ class RedisServer:
         )
         ends = monotonic() + PATIENCE_S
         while not self._answers():
-            assert self._process.poll() is None, "redis-server ended before it answered"
+            assert self._process.poll() is None, "redis-server exited before it answered"
             assert monotonic() < ends, "redis-server did not answer in time"
             sleep(0.01)
 
@@ -72,7 +72,7 @@ class RedisServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 

@@ -16,7 +16,7 @@ from kvtransfer.transports.inproc import Wire
 from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, group
 from tests.contract.kvtransfer.links import Owner, make
-from tests.contract.kvtransfer.test_strangers import UnprovenPeer
+from tests.contract.kvtransfer.test_untrusted_peers import UnprovenPeer
 from tests.e2e.process_cost import ProcessCost
 from tests.e2e.processes import ENV
 from tests.fair_time import PATIENCE_S
@@ -61,7 +61,7 @@ async def link_times(source: Source, links: int) -> list[float]:
             times.append(perf_counter() - began)
             end.close()
     finally:
-        members.forget()
+        members.drop_lines()
     return times
 
 

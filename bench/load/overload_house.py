@@ -31,7 +31,7 @@ from bench.load.overload_load import (
 from bench.load.overload_plan import GROUP, SLO, SPEED, Plan
 from bench.systems import pinned
 from tests.e2e import processes
-from tests.e2e.processes import ENV, Gateway
+from tests.e2e.processes import ENV, GatewayProcess
 from tests.scraped import total
 
 T = TypeVar("T")
@@ -113,9 +113,9 @@ def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[Overloa
         running = stack.enter_context(
             processes.running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
         )
-        gateway = Gateway(running)
+        gateway = GatewayProcess(running)
         assert running.stderr is not None
-        gateway.hear(running.stderr)
+        gateway.read_until_ready(running.stderr)
         pids = {"gateway": running.pid, "engines": mock.pid}
         yield OverloadFleet(gateway, engines, _read_line(null_server).strip(), log, pids)
 

@@ -24,8 +24,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.processes import ENV, Gateway, gateway, mock_fleet, running, whole
-from tests.e2e.restart_house import ended, learned, restart, traffic, until_gone
+from tests.e2e.processes import (
+    ENV,
+    GatewayProcess,
+    complete_config,
+    gateway_process,
+    mock_fleet,
+    run_process,
+)
+from tests.e2e.restart_traffic import (
+    killing_successors,
+    learned_state,
+    restart,
+    traffic,
+    until_gone,
+)
 from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
@@ -53,12 +66,12 @@ GOOD = {"streams answered", "requests answered"}
 def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
     """Run a gateway on sockets of systemd-socket-activate, which starts it on a connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
-    file.write_text(whole(config) + patience)
+    file.write_text(complete_config(config) + patience)
     listen = [word for port in ports for word in ("-l", f"127.0.0.1:{port}")]
     passed = [word for name in ENV for word in ("-E", name)]
     serve = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     command = [ACTIVATE, *listen, "--fdname=api:admin", *passed, *serve]
-    with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with run_process(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
         assert process.stderr
         running_gateway = Gateway(process)
         threading.Timer(1.0, _connect, ports[:1]).start()

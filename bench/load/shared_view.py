@@ -24,8 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.e2e import processes
-from tests.e2e.processes import Gateway, mock_fleet
-from tests.e2e.shared_house import converse, metric, sharing, until
+from tests.e2e.processes import GatewayProcess, mock_fleet
+from tests.e2e.shared_fleet import metric, replay_conversation, shared_gateway, wait_until
 from tests.redis_server import redis_server
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
@@ -93,7 +93,7 @@ def _measure_outage(seconds: float, speed: float) -> bool:
         redis.stop()
         ends, errors, requests = time.monotonic() + seconds, 0, 0
         while time.monotonic() < ends:
-            report = asyncio.run(converse(urls, 300, speed, first=100))
+            report = asyncio.run(replay_conversation(urls, 300, speed, first=100))
             errors += sum(report.errors.values())
             requests += len(report.records)
         growth = [

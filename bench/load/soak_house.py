@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from tests.chaos.stage import Mock, eventually
+from tests.chaos.fleet_processes import MockProcess, eventually
 from tests.e2e import processes
-from tests.e2e.processes import Gateway, gateway
+from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.scraped import total
 
 SERVED = "demo-8b"
@@ -50,7 +50,7 @@ class Group:
 
     name: str
     role: str
-    mock: Mock
+    mock: MockProcess
 
     @property
     def pool(self) -> str:
@@ -194,7 +194,7 @@ async def run_fleet(speed: float, longest_s: float) -> AsyncIterator[SoakFleet]:
                 groups.append(start_group(f"{role}-{number}", role, speed))
                 stack.callback(groups[-1].mock.end)
         for group in groups:
-            group.mock.ready()
+            group.mock.wait_until_ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
         running = stack.enter_context(
             gateway(folder, configuration(groups, "prefix_aware"), patience="")

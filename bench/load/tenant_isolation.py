@@ -34,7 +34,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tests.e2e.processes import ROOT, gateway, mock_fleet
+from tests.e2e.processes import ROOT, gateway_process, mock_fleet
 
 MAX_AUC, MAX_HITS_DIFFERENCE = 0.55, 0.03
 Z = 1.959964

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import openai
 
 from tests.authority import Authority
-from tests.e2e.processes import ENV, Gateway, gateway, mock_fleet
+from tests.e2e.processes import ENV, GatewayProcess, gateway_process, mock_fleet
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "tls_clients"

@@ -16,7 +16,7 @@ IMPURE = frozenset(
 # Policies take a Random as an argument; the type may be imported, the functions may not.
 TYPE_ONLY = {"random": {"Random"}}
 
-# Besides transports/, these modules of kvtransfer do I/O; the rest is plain functions and state.
+# In addition to transports/, these modules of kvtransfer do I/O; the rest is plain functions and state.
 KVTRANSFER_IO = frozenset(
     "asyncio ctypes fcntl mmap os select socket subprocess threading time".split()
 )

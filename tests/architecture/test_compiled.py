@@ -33,13 +33,17 @@ def slots_of(name: str) -> set[str]:
     module, _, short = name.rpartition(".")
     declared = declarations(module, PROJECT).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
-    return {line.split()[-1] for line in mine.splitlines() if line.strip().startswith("cdef public")}
+    return {
+        line.split()[-1] for line in mine.splitlines() if line.strip().startswith("cdef public")
+    }
 
 
 def _is_field(module: str, line: ast.AnnAssign) -> bool:
     """Whether it stands in a class, or in the module, and not in a function."""
     tree = PROJECT.trees[module]
-    return line in tree.body or any(line in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
+    return line in tree.body or any(
+        line in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
+    )
 
 
 def of(**sources: str) -> classes.Project:
@@ -68,7 +72,11 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypa
 
 
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
-    for name in ("gateway.protocol.relay.Relay", "gateway.http.upstream.Connection", "gateway.http.write_queue.Outbox"):
+    for name in (
+        "gateway.protocol.relay.Relay",
+        "gateway.http.upstream.Connection",
+        "gateway.http.write_queue.Outbox",
+    ):
         assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
 
 
@@ -79,7 +87,9 @@ def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
         "    cpdef object data_received(self, bytes data)",
     } <= set(told("gateway.http.upstream"))
     assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.protocol.relay")
-    assert "    cpdef object post(self, object transport, bytes data)" in told("gateway.http.write_queue")
+    assert "    cpdef object post(self, object transport, bytes data)" in told(
+        "gateway.http.write_queue"
+    )
 
 
 def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is() -> None:
@@ -109,7 +119,14 @@ def test_an_attribute_holds_a_c_class_where_its_annotation_or_its_first_value_sa
     )
     lines = declarations("holder", of(item=ITEM, holder=holder)).splitlines()
     kinds = {line.split()[-1]: line.split()[-2] for line in lines if "cdef public" in line}
-    assert kinds == {"a": "Item", "b": "Item", "c": "Item", "d": "Item", "e": "object", "f": "object"}
+    assert kinds == {
+        "a": "Item",
+        "b": "Item",
+        "c": "Item",
+        "d": "Item",
+        "e": "object",
+        "f": "object",
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,7 +149,9 @@ def test_a_method_without_a_form_in_c_or_handed_on_as_a_value_stays_pythons(body
 
 def test_a_method_is_declared_with_the_c_classes_and_bytes_of_its_annotations() -> None:
     body = "    def m(self, item: Item, data: bytes, at: float = 0.0) -> Item | None: pass\n"
-    assert "    cpdef Item m(self, Item item, bytes data, object at=*)\n" in declarations("item", of(item=ITEM + body))
+    assert "    cpdef Item m(self, Item item, bytes data, object at=*)\n" in declarations(
+        "item", of(item=ITEM + body)
+    )
 
 
 def test_a_method_handed_on_by_another_module_or_found_in_two_of_a_kin_stays_pythons() -> None:
@@ -150,17 +169,31 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
 
 
 def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
-    declared = [line for line in told("policies.pricing.price") if line.startswith("    cdef public double ")]
-    assert {line.split()[-1] for line in declared} == set(classes.slots(PROJECT.classes["policies.pricing.price._RequestTerms"]) or ())
+    declared = [
+        line
+        for line in told("policies.pricing.price")
+        if line.startswith("    cdef public double ")
+    ]
+    assert {line.split()[-1] for line in declared} == set(
+        classes.slots(PROJECT.classes["policies.pricing.price._RequestTerms"]) or ()
+    )
     others = set(PROJECT.compiled) - {"policies.pricing.price"}
     assert not [line for module in others for line in told(module) if "double" in line]
     for module in others:
         for each in ast.walk(PROJECT.trees[module]):
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not _is_field(module, each):
-                assert ast.unparse(each.annotation) != "float", f"{module}: {each.target.id} would be a C double"
+            if (
+                isinstance(each, ast.AnnAssign)
+                and isinstance(each.target, ast.Name)
+                and not _is_field(module, each)
+            ):
+                assert ast.unparse(each.annotation) != "float", (
+                    f"{module}: {each.target.id} would be a C double"
+                )
 
 
-def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> None:
+def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_of_more_than_classes() -> (
+    None
+):
     first = "if TYPE_CHECKING:\n    from second import Second\nclass First:\n    __slots__ = ()\n"
     second = "from first import {}\nclass Second:\n    __slots__ = ()\n"
     assert "Second" in of(first=first, second=second.format("First")).known_classes("first")

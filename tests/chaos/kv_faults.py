@@ -113,9 +113,11 @@ class FaultyLink:
         if rng.random() < dice.lose_message:
             return
         if rng.random() < dice.spoil_message:
-            at = rng.randrange(len(message))
+            offset = rng.randrange(len(message))
             message = (
-                message[:at] + bytes([message[at] ^ (1 << rng.randrange(8))]) + message[at + 1 :]
+                message[:offset]
+                + bytes([message[offset] ^ (1 << rng.randrange(8))])
+                + message[offset + 1 :]
             )
         if rng.random() < dice.delay_message:
             self._later(lambda: self._inner.send(message))
@@ -195,9 +197,9 @@ class Proxy:
         self._flows.set()
 
     def sever(self) -> None:
-        for each in list(self._sockets):
+        for sock in list(self._sockets):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -207,8 +209,8 @@ class Proxy:
         self.sever()
         for thread in self._threads:
             thread.join(2)
-        for each in self._sockets:
-            each.close()
+        for sock in self._sockets:
+            sock.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -229,13 +231,17 @@ class Proxy:
             while data := one.recv(64 << 10):
                 self._flows.wait()
                 other.sendall(self._spoiled(data))
-        for each in (one, other):
+        for sock in (one, other):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _spoiled(self, data: bytes) -> bytes:
         if self._spoil <= 0:
             return data
         self._spoil -= 1
-        at = self._rng.randrange(len(data))
-        return data[:at] + bytes([data[at] ^ (1 << self._rng.randrange(8))]) + data[at + 1 :]
+        offset = self._rng.randrange(len(data))
+        return (
+            data[:offset]
+            + bytes([data[offset] ^ (1 << self._rng.randrange(8))])
+            + data[offset + 1 :]
+        )

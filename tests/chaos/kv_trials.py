@@ -193,9 +193,9 @@ class TrialEngine:
 
     def verify(self, request: Request) -> None:
         wanted = self.expected(request.name)
-        got = logical(self.layout, self.regions, request.blocks, request.tokens)
+        actual = logical(self.layout, self.regions, request.blocks, request.tokens)
         if wanted is None or not np.array_equal(
-            got[:, :, :, request.skip :], wanted[:, :, :, request.skip : request.tokens]
+            actual[:, :, :, request.skip :], wanted[:, :, :, request.skip : request.tokens]
         ):
             self.wrong.append(f"{request.name} landed with bytes that are not its own")
 
@@ -220,14 +220,14 @@ class TrialEngine:
             if handle.end is None:
                 self.wrong.append(f"{what} has not ended")
         figures = self.agent.figures()
-        held = {
+        holding = {
             **figures["leases"],
             **figures["reservations"],
             "credit": figures["under_way_bytes"],
         }
-        if any(held.values()):
+        if any(holding.values()):
             self.wrong.append(
-                f"held: { ({state: count for state, count in held.items() if count}) }"
+                f"held: { ({state: count for state, count in holding.items() if count}) }"
             )
         if sorted(self.free) != list(range(BLOCKS)):
             self.wrong.append("blocks leaked")
@@ -419,7 +419,7 @@ class Trial:
             if pull:
                 self.at(asked_after, lambda: take(offer.ticket))
             if thief is not None:
-                other = next(each for each in self.sinks if each is not sink)
+                other = next(sink_ for sink_ in self.sinks if sink_ is not sink)
                 self.at(
                     thief,
                     lambda: (

@@ -39,8 +39,8 @@ class Peer:
         assert self._process.stdout is not None
         line = await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S)
         assert line, "the peer has died"
-        told: dict[str, str] = json.loads(line)
-        return told
+        reply: dict[str, str] = json.loads(line)
+        return reply
 
     def say(self, *words: object) -> None:
         assert self._process.stdin is not None

@@ -27,12 +27,12 @@ class Transfer:
         size = BLOCKS * BLOCK_BYTES
         places = rng.sample(range(size // WINDOW_BYTES), WINDOWS)
         self.windows = {
-            WindowHead(number, 0, 0, at, 1, WINDOW_BYTES): Runs(
+            WindowHead(number, 0, 0, index, 1, WINDOW_BYTES): Runs(
                 np.array([rng.randrange(size - WINDOW_BYTES)]),
                 np.array([place * WINDOW_BYTES]),
                 np.array([WINDOW_BYTES]),
             )
-            for at, place in enumerate(places)
+            for index, place in enumerate(places)
         }
         self.pair, self.number, self.over = pair, number, False
         pair.sink_owner.heard.clear()

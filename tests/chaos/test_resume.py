@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mockgpu.text import expected_text
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 
@@ -28,10 +28,10 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
     }
 
 
-async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+async def read(fleet: GatewayFleet, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Return how a stream ended, and its events."""
-    async with home.http.post(
-        f"{home.app.url}/v1/chat/completions", json=body | {"stream": True}
+    async with fleet.http.post(
+        f"{fleet.app.url}/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
         text = (await answer.read()).decode()
     *events, last, rest = text.split("\n\n")
@@ -41,8 +41,8 @@ async def read(home: House, body: dict[str, Any]) -> tuple[str, list[dict[str, A
     return "whole", [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def resumes(home: House, **labels: str) -> float:
-    return total(home.app.metrics.render().decode(), "penstock_resumes_total", **labels)
+def resumes(fleet: GatewayFleet, **labels: str) -> float:
+    return total(fleet.app.metrics.render().decode(), "penstock_resumes_total", **labels)
 
 
 def text_of(events: list[dict[str, Any]]) -> str:
@@ -51,12 +51,12 @@ def text_of(events: list[dict[str, Any]]) -> str:
     )
 
 
-async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[str]:
+async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> Counter[str]:
     """Return the results of this many streams. Complete ones must equal an undisturbed stream."""
 
     async def one(number: int) -> str:
         body = asked(number, tokens)
-        fate, events = await read(home, body | more)
+        fate, events = await read(fleet, body | more)
         if fate == "whole":
             assert text_of(events) == expected_text(body, tokens)
             assert len({(event["id"], event["created"]) for event in events}) == 1
@@ -65,10 +65,10 @@ async def streams(home: House, count: int, tokens: int, **more: Any) -> Counter[
     return Counter(await asyncio.gather(*map(one, range(count))))
 
 
-async def only_silent_ones_left(home: House, count: int) -> None:
+async def only_silent_ones_left(fleet: GatewayFleet, count: int) -> None:
     """Wait until this many answers are left, none of them on the other group."""
     async with asyncio.timeout(PATIENCE_S):
-        while home.metric("penstock_requests_total") < count or home.groups[1].group.in_flight:
+        while fleet.metric("penstock_requests_total") < count or fleet.groups[1].group.in_flight:
             await asyncio.sleep(0.005)
 
 
@@ -76,62 +76,62 @@ async def only_silent_ones_left(home: House, count: int) -> None:
 async def test_a_broken_stream_continues_elsewhere_without_a_difference(
     fault: str,
 ) -> None:
-    async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set(fault)
-        asking = asyncio.create_task(streams(home, 20, 60))
+    async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set(fault)
+        asking = asyncio.create_task(streams(fleet, 20, 60))
         if fault.startswith("stall"):
-            await only_silent_ones_left(home, 10)
-            home.lose_patience(0)
+            await only_silent_ones_left(fleet, 10)
+            fleet.lose_patience(0)
         assert await asking == {"whole": 20}
-        assert resumes(home, result="resumed") == 10
-        assert resumes(home) == 10
-        assert home.metric("penstock_completion_tokens_total") == 20 * 60
-        await home.at_rest()
-        home.groups[0].faults.set("")
-        assert home.app.gateway.gate.retries_running == 0
+        assert resumes(fleet, result="resumed") == 10
+        assert resumes(fleet) == 10
+        assert fleet.metric("penstock_completion_tokens_total") == 20 * 60
+        await fleet.at_rest()
+        fleet.groups[0].faults.set("")
+        assert fleet.app.gateway.gate.retries_running == 0
 
 
 async def test_resuming_is_off_by_default() -> None:
-    async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set("cut:after=7")
-        assert await streams(home, 10, 60) == {"whole": 5, "stream_interrupted": 5}
-        assert resumes(home) == 0
-        await home.at_rest()
+    async with gateway_fleet(2, health=NEVER) as fleet:
+        fleet.groups[0].faults.set("cut:after=7")
+        assert await streams(fleet, 10, 60) == {"whole": 5, "stream_interrupted": 5}
+        assert resumes(fleet) == 0
+        await fleet.at_rest()
 
 
 async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
-    async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=7")
-        home.groups[1].faults.set("cut:after=9")
+    async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set("cut:after=7")
+        fleet.groups[1].faults.set("cut:after=9")
         body = asked(0, 60) | {"stream_options": {"include_usage": True}}
-        undisturbed = house(1, **RESUME)
+        undisturbed = gateway_fleet(1, **RESUME)
         async with undisturbed as other:
             _, expected = await read(other, body)
-        home.groups[1].faults.set("")
+        fleet.groups[1].faults.set("")
         for _ in range(2):  # at least one of them starts on the failing group
-            fate, events = await read(home, body)
+            fate, events = await read(fleet, body)
             assert fate == "whole"
             assert [event["usage"] for event in events if event["usage"]] == [expected[-1]["usage"]]
             assert [event["choices"] for event in events] == [
                 event["choices"] for event in expected
             ]
-        assert resumes(home, result="resumed") >= 1
+        assert resumes(fleet, result="resumed") >= 1
 
 
 async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> None:
-    async with house(1) as other:
+    async with gateway_fleet(1) as other:
         body = {
             "model": "demo-8b",
             "messages": [{"role": "user", "content": "tell me a long story"}],
         }
         _, expected = await read(other, body)
-    async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=3")
-        home.groups[1].faults.set("cut:after=5")
-        assert (await read(home, body))[0] == "stream_interrupted"
-        home.groups[1].faults.set("")
+    async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set("cut:after=3")
+        fleet.groups[1].faults.set("cut:after=5")
+        assert (await read(fleet, body))[0] == "stream_interrupted"
+        fleet.groups[1].faults.set("")
         for _ in range(2):
-            fate, events = await read(home, body)
+            fate, events = await read(fleet, body)
             assert (fate, text_of(events)) == ("whole", text_of(expected))
             assert (
                 events[-1]["choices"][0]["finish_reason"]
@@ -141,42 +141,42 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
 
 
 async def test_three_engines_are_tried_and_no_more() -> None:
-    async with house(5, health=NEVER, **RESUME) as home:
-        for member in home.groups:
+    async with gateway_fleet(5, health=NEVER, **RESUME) as fleet:
+        for member in fleet.groups:
             member.faults.set("cut:after=5")
-        assert await streams(home, 5, 60) == {"stream_interrupted": 5}
-        results = {result: resumes(home, result=result) for result in ("broke", "attempts")}
+        assert await streams(fleet, 5, 60) == {"stream_interrupted": 5}
+        results = {result: resumes(fleet, result=result) for result in ("broke", "attempts")}
         assert results == {"broke": 10, "attempts": 5}
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error() -> None:
-    async with house(1, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
-        assert await streams(home, 2, 60) == {"stream_interrupted": 2}
-        assert resumes(home, result="nobody") == 2
-        await home.at_rest()
+    async with gateway_fleet(1, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set("cut:after=5")
+        assert await streams(fleet, 2, 60) == {"stream_interrupted": 2}
+        assert resumes(fleet, result="nobody") == 2
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize(
     "more", [{"stop": ["zebra"]}, {"logprobs": True}, {"presence_penalty": 0.5}]
 )
 async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) -> None:
-    async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
-        fates = await streams(home, 4, 30, **more)
+    async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set("cut:after=5")
+        fates = await streams(fleet, 4, 30, **more)
         assert fates == {"whole": 2, "stream_interrupted": 2}
-        assert resumes(home) == 0
-        await home.at_rest()
+        assert resumes(fleet) == 0
+        await fleet.at_rest()
 
 
 async def test_a_client_that_leaves_during_a_resume_leaves_nothing_behind() -> None:
-    async with house(2, speed=2.0, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
+    async with gateway_fleet(2, speed=2.0, health=NEVER, **RESUME) as fleet:
+        fleet.groups[0].faults.set("cut:after=5")
         body = json.dumps(asked(0, 4000) | {"stream": True})
         gone = 0
         for _ in range(2):
-            async with home.http.post(f"{home.app.url}/v1/chat/completions", data=body) as answer:
+            async with fleet.http.post(f"{fleet.app.url}/v1/chat/completions", data=body) as answer:
                 while (await answer.content.readline()).count(b"content") and gone < 40:
                     gone += 1
-        await home.at_rest()
+        await fleet.at_rest()

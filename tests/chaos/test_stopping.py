@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.house import Answer, House, house
+from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 
 ONE_TURN: dict[str, Any] = {
     "retries": {"budget": 0, "floor": 1},
@@ -19,17 +19,17 @@ ONE_TURN: dict[str, Any] = {
 }
 
 
-async def stopped_while_it_waits(home: House, fault: str) -> Answer:
+async def stopped_while_it_waits(fleet: GatewayFleet, fault: str) -> Answer:
     """Hold the only retry permit, let a failed request wait for it, and stop the gateway."""
-    for member in home.groups:
+    for member in fleet.groups:
         member.faults.set(fault)
-    gate = home.app.gateway.gate
+    gate = fleet.app.gateway.gate
     assert gate.retry_at_once()
-    asking = asyncio.create_task(home.ask(tokens=40))
+    asking = asyncio.create_task(fleet.ask(tokens=40))
     async with asyncio.timeout(10):
-        while not home.metric("penstock_upstream_errors_total"):
+        while not fleet.metric("penstock_upstream_errors_total"):
             await asyncio.sleep(0.002)
-        await home.app.stop()
+        await fleet.app.stop()
         answer = await asking
     gate.give_back_turn()
     assert not gate.retries_running
@@ -40,16 +40,16 @@ async def stopped_while_it_waits(home: House, fault: str) -> Answer:
 async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(
     fault: str,
 ) -> None:
-    async with house(2, **ONE_TURN) as home:
-        answer = await stopped_while_it_waits(home, fault)
+    async with gateway_fleet(2, **ONE_TURN) as fleet:
+        answer = await stopped_while_it_waits(fleet, fault)
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")
         assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_a_stream_that_waits_to_go_on_elsewhere_ends_with_that_event_when_the_gateway_stops() -> (
+async def test_a_stream_that_waits_to_be_resumed_ends_with_an_error_event_when_the_gateway_stops() -> (
     None
 ):
-    async with house(2, **ONE_TURN) as home:
-        answer = await stopped_while_it_waits(home, "cut:after=7")
+    async with gateway_fleet(2, **ONE_TURN) as fleet:
+        answer = await stopped_while_it_waits(fleet, "cut:after=7")
         assert answer.fate == "error_event"
         assert b'"shutting_down"' in answer.text

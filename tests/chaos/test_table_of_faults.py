@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.house import Answer, House, house
+from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S, at_most
 
 NEVER = {"failures": 1000}  # keeps a faulty endpoint in use
 
 
-async def fates(home: House, requests: int, *, stream: bool) -> Counter[str]:
+async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[str]:
     answers = await asyncio.gather(
-        *(home.ask(stream=stream, prompt=f"p{n}") for n in range(requests))
+        *(fleet.ask(stream=stream, prompt=f"p{n}") for n in range(requests))
     )
     return Counter(answer.fate for answer in answers)
 
@@ -34,97 +34,99 @@ async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
 async def test_what_fails_before_the_first_byte_is_answered_by_another_group(
     fault: str, stream: bool
 ) -> None:
-    async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set(fault)
-        assert await fates(home, 20, stream=stream) == {"ok": 20}
-        assert home.metric("penstock_retries_total") >= 3
-        await home.at_rest()
+    async with gateway_fleet(2, health=NEVER) as fleet:
+        fleet.groups[0].faults.set(fault)
+        assert await fates(fleet, 20, stream=stream) == {"ok": 20}
+        assert fleet.metric("penstock_retries_total") >= 3
+        await fleet.at_rest()
 
 
 async def test_a_group_that_refuses_connections_is_left_at_the_first_refusal() -> None:
-    async with house(2) as home:
-        await fates(home, 4, stream=True)
-        home.groups[0].faults.set("refuse")
-        assert await fates(home, 20, stream=True) == {"ok": 20}
-        assert [live.load.available for live in home.app.gateway.endpoints.all()] == [False, True]
-        await home.at_rest()
+    async with gateway_fleet(2) as fleet:
+        await fates(fleet, 4, stream=True)
+        fleet.groups[0].faults.set("refuse")
+        assert await fates(fleet, 20, stream=True) == {"ok": 20}
+        assert [live.load.available for live in fleet.app.gateway.endpoints.all()] == [False, True]
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=2", "cut:after=2", "stall:after=2"])
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_without_done(fault: str) -> None:
-    async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set(fault)
-        asking = [asyncio.create_task(home.ask(prompt=f"p{n}")) for n in range(10)]
+    async with gateway_fleet(2, health=NEVER) as fleet:
+        fleet.groups[0].faults.set(fault)
+        asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(10)]
         if fault.startswith("stall"):
             await all_but(5, asking)
-            home.lose_patience(0)
+            fleet.lose_patience(0)
         answers = await asyncio.gather(*asking)
         assert Counter(answer.fate for answer in answers) == {"ok": 5, "error_event": 5}
         for answer in answers:
             assert (b"[DONE]" in answer.text) == (answer.fate == "ok")
-        assert home.metric("penstock_upstream_errors_total") == 5
-        await home.at_rest()
+        assert fleet.metric("penstock_upstream_errors_total") == 5
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream", "cut"])
 async def test_a_plain_answer_that_breaks_off_is_visibly_broken(fault: str) -> None:
-    async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set(fault)
-        assert await fates(home, 10, stream=False) == {"ok": 5, "broken": 5}
-        await home.at_rest()
+    async with gateway_fleet(2, health=NEVER) as fleet:
+        fleet.groups[0].faults.set(fault)
+        assert await fates(fleet, 10, stream=False) == {"ok": 5, "broken": 5}
+        await fleet.at_rest()
 
 
 async def test_a_silent_engine_is_left_for_another_before_the_first_byte() -> None:
-    async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set("stall:after=0")
-        asking = [asyncio.create_task(home.ask(prompt=f"p{n}")) for n in range(6)]
+    async with gateway_fleet(2, health=NEVER) as fleet:
+        fleet.groups[0].faults.set("stall:after=0")
+        asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(6)]
         await all_but(3, asking)
-        home.lose_patience(0)
+        fleet.lose_patience(0)
         assert [answer.fate for answer in await asyncio.gather(*asking)] == ["ok"] * 6
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize("fault", ["split", "comments"])
 async def test_streams_torn_into_small_pieces_or_full_of_comments_arrive_whole(fault: str) -> None:
-    async with house(1) as home:
-        home.groups[0].faults.set(fault)
-        assert await fates(home, 4, stream=True) == {"ok": 4}
-        await home.at_rest()
+    async with gateway_fleet(1) as fleet:
+        fleet.groups[0].faults.set(fault)
+        assert await fates(fleet, 4, stream=True) == {"ok": 4}
+        await fleet.at_rest()
 
 
 async def test_when_every_engine_fails_all_requests_fail_at_once_and_tries_are_bounded() -> None:
-    async with house(4, health=NEVER) as home:
-        for group in home.groups:
+    async with gateway_fleet(4, health=NEVER) as fleet:
+        for group in fleet.groups:
             group.faults.set("5xx")
         async with at_most(3):
-            answers = await asyncio.gather(*(home.ask(prompt=f"p{n}") for n in range(60)))
+            answers = await asyncio.gather(*(fleet.ask(prompt=f"p{n}") for n in range(60)))
         assert {answer.status for answer in answers} == {502}
         assert all(answer.error["type"] == "upstream_error" for answer in answers)
-        assert home.metric("penstock_upstream_errors_total") <= 3 * 60
-        await home.at_rest()
+        assert fleet.metric("penstock_upstream_errors_total") <= 3 * 60
+        await fleet.at_rest()
 
 
 async def test_when_every_engine_is_dead_requests_are_refused_with_503_and_advice() -> None:
-    async with house(2, health={"interval": "50ms"}) as home:
-        for group in home.groups:
+    async with gateway_fleet(2, health={"interval": "50ms"}) as fleet:
+        for group in fleet.groups:
             group.faults.set("lost-rank")
         async with asyncio.timeout(PATIENCE_S):
-            while any(live.load.available for live in home.app.gateway.endpoints.all()):
+            while any(live.load.available for live in fleet.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.02)
-        answer = await home.ask()
+        answer = await fleet.ask()
         assert (answer.status, answer.error["code"]) == (503, "no_capacity")
         assert int(answer.headers["retry-after-ms"]) > 0
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_advice() -> None:
     room = {"waiting_room": {"size": 3, "timeout": "20s"}}
-    async with house(1, speed=2.0, concurrency=2, pool=room) as home:
+    async with gateway_fleet(1, speed=2.0, concurrency=2, pool=room) as fleet:
         ended: list[int] = []
-        home.groups[0].group.lose_rank(0, hang=True)  # until all have arrived
+        fleet.groups[0].group.lose_rank(0, hang=True)  # until all have arrived
 
         async def one(number: int) -> str:
-            answer = await home.ask(tokens=20 * (2 + number), prompt=f"p{number}")  # staggered ends
+            answer = await fleet.ask(
+                tokens=20 * (2 + number), prompt=f"p{number}"
+            )  # staggered ends
             ended.append(number)
             return answer.fate
 
@@ -133,64 +135,64 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
             tasks.append(asyncio.create_task(one(number)))
             async with asyncio.timeout(PATIENCE_S):
                 while (
-                    sum((home.app.gateway.gate.active, home.app.gateway.gate.rooms()[0].waiting))
+                    sum((fleet.app.gateway.gate.active, fleet.app.gateway.gate.rooms()[0].waiting))
                     <= number
                 ):
                     await asyncio.sleep(0.005)
-        shed = await home.ask()
+        shed = await fleet.ask()
         assert (shed.status, shed.error["code"]) == (429, "overloaded")
         assert "2 of 2 places" in shed.error["message"]
-        home.groups[0].group.restore()
+        fleet.groups[0].group.restore()
         assert await asyncio.gather(*tasks) == ["ok"] * 5
         assert ended == sorted(ended)
-        again = await home.ask()
+        again = await fleet.ask()
         assert again.fate == "ok"
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 async def test_a_request_that_waits_too_long_is_shed_with_the_measured_wait() -> None:
     room = {"waiting_room": {"size": 3, "timeout": "200ms"}}
-    async with house(1, speed=1.0, concurrency=1, pool=room) as home:
-        await home.ask(tokens=1)
-        await home.ask(tokens=1)
-        running = asyncio.create_task(home.ask(tokens=120))
-        while not home.app.gateway.gate.active:
+    async with gateway_fleet(1, speed=1.0, concurrency=1, pool=room) as fleet:
+        await fleet.ask(tokens=1)
+        await fleet.ask(tokens=1)
+        running = asyncio.create_task(fleet.ask(tokens=120))
+        while not fleet.app.gateway.gate.active:
             await asyncio.sleep(0.005)
-        shed = await home.ask()
+        shed = await fleet.ask()
         assert (shed.status, shed.error["code"]) == (429, "queue_timeout")
         assert int(shed.headers["retry-after-ms"]) > 0
         assert (await running).fate == "ok"
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_while_waiting_or_served_leaves_nothing_behind(
     stream: bool,
 ) -> None:
-    async with house(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as home:
+    async with gateway_fleet(2, speed=1.0, concurrency=2, pool={"policy": "prefix_aware"}) as fleet:
         tasks = [
-            asyncio.create_task(home.ask(stream=stream, tokens=400, prompt=f"p{n}"))
+            asyncio.create_task(fleet.ask(stream=stream, tokens=400, prompt=f"p{n}"))
             for n in range(12)
         ]
-        gate = home.app.gateway.gate
+        gate = fleet.app.gateway.gate
         async with asyncio.timeout(PATIENCE_S):
             while gate.active < 4 or gate.rooms()[0].waiting < 8:
                 await asyncio.sleep(0.005)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await home.at_rest()
-        assert home.metric("penstock_client_disconnects_total") == 12
-        assert (await home.ask()).fate == "ok"
+        await fleet.at_rest()
+        assert fleet.metric("penstock_client_disconnects_total") == 12
+        assert (await fleet.ask()).fate == "ok"
 
 
 async def test_an_abort_storm_leaves_the_fleet_empty_and_answering() -> None:
-    async with house(3, speed=1.0, health=NEVER) as home:
-        home.groups[0].faults.set("5xx@0.3,reset-before-headers@0.3")
-        tasks = [asyncio.create_task(home.ask(tokens=200, prompt=f"p{n}")) for n in range(60)]
+    async with gateway_fleet(3, speed=1.0, health=NEVER) as fleet:
+        fleet.groups[0].faults.set("5xx@0.3,reset-before-headers@0.3")
+        tasks = [asyncio.create_task(fleet.ask(tokens=200, prompt=f"p{n}")) for n in range(60)]
         for number, task in enumerate(tasks):
             await asyncio.sleep(0.002 * (number % 7))
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await home.at_rest()
-        assert (await fates(home, 6, stream=True)) == {"ok": 6}
+        await fleet.at_rest()
+        assert (await fates(fleet, 6, stream=True)) == {"ok": 6}

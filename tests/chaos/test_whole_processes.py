@@ -7,22 +7,29 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.chaos.stage import WITHIN_S, Clients, Processes, Stage, processes, stage
+from tests.chaos.fleet_processes import (
+    WITHIN_S,
+    Clients,
+    FleetClient,
+    FleetProcesses,
+    fleet_client,
+    fleet_processes,
+)
 from tests.fair_time import pace
 
 USERS = 45  # 70 % of 64 places
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("chaos"), "    policy: least_loaded\n") as started:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcesses]:
+    with fleet_processes(tmp_path_factory.mktemp("chaos"), "    policy: least_loaded\n") as started:
         yield started
 
 
 @pytest.fixture
-async def scene(running: Processes) -> AsyncIterator[Stage]:
-    async with stage(running) as made:
-        yield made
+async def scene(running: FleetProcesses) -> AsyncIterator[FleetClient]:
+    async with fleet_client(running) as client:
+        yield client
 
 
 async def served(clients: Clients, more: int) -> None:
@@ -41,7 +48,7 @@ def assert_unstarted_unaffected(clients: Clients) -> None:
     assert clients.fates["error_event"] + clients.fates["broken"] <= USERS
 
 
-async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: Stage) -> None:
+async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: FleetClient) -> None:
     victim = scene.mocks[1]
     async with scene.clients().working(USERS) as clients:
         await served(clients, 100)
@@ -49,19 +56,19 @@ async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: Stage) -
         assert await scene.until(victim, available=False) < 2 * pace()
         await served(clients, 200)
         victim.start()
-        victim.ready()
+        victim.wait_until_ready()
         await scene.until(victim, available=True)
         await served(clients, 200)
         assert (await scene.endpoint(victim))["in_flight"] > 0
     assert_unstarted_unaffected(clients)
-    await scene.quiet()
+    await scene.wait_until_idle()
 
 
 @pytest.mark.parametrize(
     ("spec", "number", "within_s"), [("lost-rank", 2, 5.0), ("lost-rank:hang", 3, 10.0)]
 )
 async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
-    scene: Stage, spec: str, number: int, within_s: float
+    scene: FleetClient, spec: str, number: int, within_s: float
 ) -> None:
     victim = scene.mocks[number]
     async with scene.clients().working(USERS) as clients:
@@ -77,4 +84,4 @@ async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
         await served(clients, 100)
     assert_unstarted_unaffected(clients)
     assert clients.slowest_s < (within_s + 5) * pace()
-    await scene.quiet()
+    await scene.wait_until_idle()

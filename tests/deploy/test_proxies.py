@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.deploy.proxies import KINDS, proxy
-from tests.e2e.processes import Gateway, gateway, mock_fleet
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 
 TOKENS = 24
 WITHIN_S = 20.0
@@ -28,7 +28,7 @@ with_every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 class ProxiedGateway(NamedTuple):
     """A gateway with a mock group that takes about 30 ms per token, and the proxies' ports."""
 
-    gateway: Gateway
+    gateway: GatewayProcess
     ports: dict[str, int]
 
     def url(self, kind: str) -> str:
@@ -41,7 +41,7 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedGateway
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     with mock_fleet("--speed", "0.2", "--model", "demo-8b") as urls:
         config = f"pools: {{chat: {{endpoints: [{{url: '{urls[0]}'}}]}}}}\n"
-        with gateway(folder, config) as started:
+        with gateway_process(folder, config) as started:
             admin = int(started.admin_url.rpartition(":")[2])
             with (
                 proxy("nginx", folders["nginx"], started.port, admin) as nginx,

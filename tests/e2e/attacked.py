@@ -12,7 +12,7 @@ from subprocess import PIPE
 from typing import NamedTuple
 
 from tests.e2e.process_cost import ProcessCost
-from tests.e2e.processes import ENV, Gateway, running, whole
+from tests.e2e.processes import ENV, GatewayProcess, complete_config, run_process
 from tests.e2e.timed_gateway import TICK_S
 
 MIB = 2**20
@@ -37,7 +37,7 @@ limits: {{body: 32MiB, body_budget: 64MiB}}
 class Attacked(NamedTuple):
     """The gateway under attack and its cost."""
 
-    gateway: Gateway
+    gateway: GatewayProcess
     cost: ProcessCost
     process: subprocess.Popen[str]
 
@@ -75,7 +75,7 @@ def wait_s(gaps: list[float], share: float) -> float:
 def canned_engine(*options: str) -> Iterator[int]:
     """Run an engine with canned responses; yields its port."""
     command = [sys.executable, "-m", "tests.e2e.canned_engine", *options]
-    with running(command, env=ENV, stdout=PIPE) as process:
+    with run_process(command, env=ENV, stdout=PIPE) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline())
 
@@ -92,7 +92,7 @@ def attacked_gateway(
     """
     urls = ", ".join(f"{{url: '{url}', max_concurrency: 8192}}" for url in calm)
     file = folder / "gateway.yaml"
-    file.write_text(whole(CONFIG.format(calm=urls, hostile=hostile, model=model)))
+    file.write_text(complete_config(CONFIG.format(calm=urls, hostile=hostile, model=model)))
     command = [
         *prefix,
         sys.executable,
@@ -102,10 +102,10 @@ def attacked_gateway(
         "--config",
         str(file),
     ]
-    with running(command, env=ENV | KEYS, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+    with run_process(command, env=ENV | KEYS, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         assert process.stderr is not None
-        started = Gateway(process)
-        started.hear(process.stderr)
+        started = GatewayProcess(process)
+        started.read_until_ready(process.stderr)
         admin = int(started.admin_url.rpartition(":")[2])
         yield Attacked(
             started, ProcessCost(process.pid, (started.port, admin), (hostile,)), process

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from tests.e2e.processes import ENV, running
-from tests.e2e.wire import post
+from tests.e2e.processes import ENV, run_process
+from tests.e2e.raw_connection import post
 
 KEY = "Authorization: Bearer sk-attacker"
 HOSTILE, ALIAS, RESUMED = "hostile", "alias", "resumed"
@@ -218,7 +218,7 @@ def dry_run() -> bytes:
 
 @dataclass(frozen=True)
 class CostlyAttack:
-    """An attack. It may fill `budget` bytes of a configured limit, besides MOST_GROWTH."""
+    """An attack. It may fill `budget` bytes of a configured limit, in addition to MOST_GROWTH."""
 
     name: str
     script: Callable[[], Script]  # some are megabytes
@@ -366,7 +366,7 @@ def attacking(name: str, api: int, admin: int, *options: str) -> Iterator[Counte
     """Run an attack in a process until the block ends; the yielded counter is filled then."""
     command = [sys.executable, "-m", "tests.e2e.attackers", name, str(api), str(admin), *options]
     done: Counter[str] = Counter()
-    with running(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with run_process(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"

@@ -1,4 +1,4 @@
-"""Engines on real sockets that answer, refuse connections, or accept and reset them, as the test says."""
+"""A gateway in front of engines that answer, refuse connections, or reset them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS = {"object": "list", "data": [{"id": MODEL}]}
 
 
 class Mode(Enum):
-    """What an engine does with a connection."""
+    """How an engine treats a connection."""
 
     ANSWERS = "answers"
     REFUSES = "refuses"
@@ -40,17 +40,17 @@ class Mode(Enum):
 
 
 class Engine:
-    """One engine on a port of its own, which it keeps in every mode.
+    """One engine on its own port, which it keeps in every mode.
 
-    posts      requests that it has read, by the gateway's request id
-    delay_s    time from a request to its answer
+    posts      number of requests read, by the gateway's request id
+    delay_s    seconds from a request to its answer
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.posts: Counter[str] = Counter()
         self.delay_s = delay_s
         self.mode = Mode.REFUSES
-        self._socket = _bound(0)
+        self._socket = _bind(0)
         self.port: int = self._socket.getsockname()[1]
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -60,17 +60,19 @@ class Engine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def become(self, mode: Mode) -> None:
-        """Change the mode; connections that are open are reset unless the engine answers."""
+    async def switch_to(self, mode: Mode) -> None:
+        """Change the mode. Open connections are reset unless the new mode is ANSWERS."""
         if mode is not Mode.ANSWERS:
             for writer in tuple(self._writers):
                 _reset(writer)
         if self._server is not None and mode is Mode.REFUSES:
             self._server.close()
             self._server = None
-            self._socket = _bound(self.port)  # bound and not listening: connections are refused
+            self._socket = _bind(self.port)  # bound and not listening: connections are refused
         elif self._server is None and mode is not Mode.REFUSES:
-            self._server = await asyncio.start_server(self._talk, sock=self._socket, backlog=512)
+            self._server = await asyncio.start_server(
+                self._serve_connection, sock=self._socket, backlog=512
+            )
         self.mode = mode
 
     def close(self) -> None:
@@ -80,7 +82,9 @@ class Engine:
             self._server.close()
         self._socket.close()
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if self.mode is Mode.RESETS:
             _reset(writer)
             return
@@ -94,23 +98,25 @@ class Engine:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if head.startswith(b"GET"):
-            _say(writer, MODELS if b"/v1/models" in head else {})
+            _write_json(writer, MODELS if b"/v1/models" in head else {})
             return
         lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
         await reader.readexactly(int(lines[b"content-length"]))
         self.posts[lines[b"x-request-id"].decode()] += 1
         await asyncio.sleep(self.delay_s)
-        _say(writer, ANSWER)
+        _write_json(writer, ANSWER)
 
 
-def _bound(port: int) -> socket.socket:
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind(("127.0.0.1", port))
-    made.setblocking(False)
-    return made
+def _bind(port: int) -> socket.socket:
+    tcp_socket = socket.socket()
+    tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    tcp_socket.bind(("127.0.0.1", port))
+    tcp_socket.setblocking(False)
+    return tcp_socket
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
@@ -120,35 +126,35 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def _say(writer: asyncio.StreamWriter, body: object) -> None:
+def _write_json(writer: asyncio.StreamWriter, body: object) -> None:
     raw = json.dumps(body).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     writer.write(head % len(raw) + raw)
 
 
 class Fleet:
-    """A gateway before engines, and clients of it."""
+    """A gateway in front of its engines, and the clients of the gateway."""
 
     def __init__(self, app: App, engines: Sequence[Engine], http: aiohttp.ClientSession) -> None:
         self.app = app
         self.engines = engines
         self.http = http
-        self._asked = 0
+        self._request_count = 0
 
     async def ask(self) -> int:
-        """Send one request and return the status of its answer."""
-        self._asked += 1
-        body = {"model": MODEL, "prompt": f"{self._asked} " * 64, "max_tokens": 1}
+        """Send one request and return its status code."""
+        self._request_count += 1
+        body = {"model": MODEL, "prompt": f"{self._request_count} " * 64, "max_tokens": 1}
         async with self.http.post(f"{self.app.url}/v1/completions", json=body) as answer:
             await answer.read()
             return answer.status
 
-    async def ask_often(self, times: int) -> Counter[int]:
-        """Send so many requests at the same time and count the statuses."""
+    async def ask_concurrently(self, times: int) -> Counter[int]:
+        """Send this many requests at the same time and count their status codes."""
         return Counter(await asyncio.gather(*(self.ask() for _ in range(times))))
 
     async def load(self, clients: int, until: asyncio.Event) -> Counter[int]:
-        """Send requests from so many clients, one after another each, until the event."""
+        """Run closed-loop clients until the event is set, and count the status codes."""
         statuses: Counter[int] = Counter()
 
         async def client() -> None:
@@ -158,15 +164,17 @@ class Fleet:
         await asyncio.gather(*(client() for _ in range(clients)))
         return statuses
 
-    async def timed(self) -> tuple[int, float]:
-        """Send one request; its status and the seconds that it took."""
+    async def ask_timed(self) -> tuple[int, float]:
+        """Send one request. Returns its status code and the seconds it took."""
         began = monotonic()
         return await self.ask(), monotonic() - began
 
 
 @asynccontextmanager
-async def fleet(modes: Sequence[Mode], *, policy: str, delay_s: float = 0.0, **sections: Any) -> AsyncIterator[Fleet]:
-    """A gateway that starts before engines in these modes."""
+async def fleet(
+    modes: Sequence[Mode], *, policy: str, delay_s: float = 0.0, **sections: Any
+) -> AsyncIterator[Fleet]:
+    """Start a gateway in front of one engine for each of these modes."""
     engines = [Engine(delay_s) for _ in modes]
     config = Config.model_validate(
         {
@@ -174,13 +182,15 @@ async def fleet(modes: Sequence[Mode], *, policy: str, delay_s: float = 0.0, **s
             "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
             "observability": {"access_log": "off"},
             "models": [{"name": MODEL, "pool": "main"}],
-            "pools": {"main": {"policy": policy, "endpoints": [{"url": each.url} for each in engines]}},
+            "pools": {
+                "main": {"policy": policy, "endpoints": [{"url": engine.url} for engine in engines]}
+            },
         }
         | patient(sections)
     )
     try:
         for engine, mode in zip(engines, modes, strict=True):
-            await engine.become(mode)
+            await engine.switch_to(mode)
         app = App(config)
         await app.start()
         try:

@@ -1,6 +1,6 @@
-"""One mock TP group over real sockets, and a client that speaks to it by hand or as the SDK does.
+"""One mock TP group on real sockets, with a raw HTTP client and an OpenAI SDK client.
 
-Lives here: asking, looking at metrics, setting faults. Not here: what must come of it.
+This module sends requests, reads metrics and sets faults. The expectations are in the tests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from mockgpu.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)
-CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]}
+CHAT = {
+    "model": "demo-8b",
+    "messages": [{"role": "user", "content": "How deep is the reservoir behind the dam?"}],
+}
 
 
-class Mock:
-    """One running group and a client to it."""
+class MockGroup:
+    """One running mock group and its clients."""
 
     def __init__(self, member: Member, http: aiohttp.ClientSession) -> None:
         self.member = member
@@ -42,7 +45,11 @@ class Mock:
     async def stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[str]:
         async with self.post(path, body | {"stream": True}) as response:
             assert response.status == 200
-            return [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+            return [
+                event.removeprefix("data: ")
+                for event in (await response.text()).split("\n\n")
+                if event
+            ]
 
     async def status(self, path: str) -> int:
         async with self.http.get(self.member.url + path) as response:
@@ -54,7 +61,7 @@ class Mock:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     async def until(self, series: str, value: float) -> None:
-        """Ask until the metric has that value."""
+        """Poll until the metric has this value."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.metric(series) != value:
                 await asyncio.sleep(0)
@@ -65,11 +72,11 @@ class Mock:
 
 
 @asynccontextmanager
-async def mock(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[Mock]:
+async def mock_group(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[MockGroup]:
     async with running_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
-        yield Mock(member, http)
+        yield MockGroup(member, http)
 
 
 def slow_group() -> GroupSpec:
-    """A group whose answers take long enough to be interrupted."""
+    """Return the spec of a group slow enough for a test to interrupt its responses."""
     return GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=5, max_num_seqs=4)

@@ -1,6 +1,7 @@
-"""Two mock groups and a tiny client that splits requests between them by hand, in each engine's contract.
+"""Two mock groups, and a client that splits requests between them as each engine's dialect
+requires.
 
-Lives here: what a gateway would do. Not here: what must come of it.
+The client does what a gateway would do. The expectations are in the tests.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from mockgpu.model_shapes import model_named
 from tests.fair_time import within
 
 PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12
-NULLS = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+NULLS = {
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 rooms = itertools.count(1 << 41)
 
 
-class Pair:
+class MockPair:
     """A prefill and a decode group, and a client that splits requests between them."""
 
     def __init__(self, prefill: Member, decode: Member, http: aiohttp.ClientSession) -> None:
@@ -35,14 +41,18 @@ class Pair:
         self.identity: dict[str, Any] | None = None
 
     async def post(
-        self, member: Member, body: dict[str, Any], request_id: str = "", path: str = "/v1/completions"
+        self,
+        member: Member,
+        body: dict[str, Any],
+        request_id: str = "",
+        path: str = "/v1/completions",
     ) -> tuple[int, dict[str, Any]]:
         headers = {"X-Request-Id": request_id} if request_id else {}
         async with self.http.post(member.url + path, json=body, headers=headers) as response:
             return response.status, await response.json()
 
     def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Both bodies of the dialects whose legs go out together."""
+        """Return the prefill and the decode body of a dialect that sends both legs at once."""
         prefill, decode = self.prefill.half, self.decode.half
         assert prefill is not None
         assert decode is not None
@@ -52,20 +62,35 @@ class Pair:
         match prefill.dialect.name:
             case "vllm_push":
                 here = prefill.here
-                take |= {"remote_engine_id": here.engine_id, "remote_host": here.host, "remote_port": here.port}
+                take |= {
+                    "remote_engine_id": here.engine_id,
+                    "remote_host": here.host,
+                    "remote_port": here.port,
+                }
                 take |= {"tp_size": here.tp, "pp_size": 1, "remote_request_id": f"r{number}"}
                 return one | {"kv_transfer_params": give}, body | {"kv_transfer_params": take}
             case "mooncake":
                 transfer = {"transfer_id": f"xfer-{number}"}
-                take |= {"remote_bootstrap_addr": prefill.bootstrap_url, "remote_engine_id": prefill.here.engine_id}
-                return one | {"kv_transfer_params": give | transfer}, body | {"kv_transfer_params": take | transfer}
+                take |= {
+                    "remote_bootstrap_addr": prefill.bootstrap_url,
+                    "remote_engine_id": prefill.here.engine_id,
+                }
+                return one | {"kv_transfer_params": give | transfer}, body | {
+                    "kv_transfer_params": take | transfer
+                }
             case _:
                 host, _, port = prefill.bootstrap_url.removeprefix("http://").rpartition(":")
-                both = body | {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": number}
+                both = body | {
+                    "bootstrap_host": host,
+                    "bootstrap_port": int(port),
+                    "bootstrap_room": number,
+                }
                 return both, both
 
-    async def split(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
-        """The decode group's answer, after both legs."""
+    async def split(
+        self, body: dict[str, Any], path: str = "/v1/completions"
+    ) -> tuple[int, dict[str, Any]]:
+        """Send both legs. Returns the status and the body of the decode group's answer."""
         assert self.prefill.half is not None
         number = next(rooms)
         match self.prefill.half.dialect.name:
@@ -76,34 +101,48 @@ class Pair:
             case _:
                 give, take = self.legs(body, number)
                 (status, first), answer = await asyncio.gather(
-                    self.post(self.prefill, give, f"r{number}", path), self.post(self.decode, take, f"r{number}", path)
+                    self.post(self.prefill, give, f"r{number}", path),
+                    self.post(self.decode, take, f"r{number}", path),
                 )
                 assert status == 200, first
                 return answer
 
-    async def _pull(self, body: dict[str, Any], request_id: str, path: str) -> tuple[int, dict[str, Any]]:
+    async def _pull(
+        self, body: dict[str, Any], request_id: str, path: str
+    ) -> tuple[int, dict[str, Any]]:
         params = {"do_remote_decode": True, "do_remote_prefill": False} | NULLS
-        one = body | {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": params}
+        one = body | {
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": params,
+        }
         status, first = await self.post(self.prefill, one, request_id, path)
         assert status == 200, first
         take = body | {"kv_transfer_params": first["kv_transfer_params"]}
         return await self.post(self.decode, take, request_id, path)
 
-    async def _context_first(self, body: dict[str, Any], number: int, path: str) -> tuple[int, dict[str, Any]]:
-        asked = {"request_type": "context_only", "disagg_request_id": number}
-        status, first = await self.post(self.prefill, body | {"disaggregated_params": asked}, "", path)
+    async def _context_first(
+        self, body: dict[str, Any], number: int, path: str
+    ) -> tuple[int, dict[str, Any]]:
+        context_params = {"request_type": "context_only", "disagg_request_id": number}
+        status, first = await self.post(
+            self.prefill, body | {"disaggregated_params": context_params}, "", path
+        )
         assert status == 200, first
         params = first["choices"][0]["disaggregated_params"]
         if first["choices"][0]["finish_reason"] not in ("length", "not_finished"):
             return status, first
         take = body | {"disaggregated_params": params | {"request_type": "generation_only"}}
         ids = first["prompt_token_ids"]
-        return await self.post(self.decode, take | ({"prompt": ids} if "prompt" in body else {"prompt_token_ids": ids}))
+        return await self.post(
+            self.decode, take | ({"prompt": ids} if "prompt" in body else {"prompt_token_ids": ids})
+        )
 
     async def state(self, member: Member) -> dict[str, Any]:
         async with self.http.get(member.url + "/mock/state") as response:
-            told: dict[str, Any] = await response.json()
-            return told
+            state: dict[str, Any] = await response.json()
+            return state
 
     async def metric(self, member: Member, series: str) -> float:
         async with self.http.get(member.url + "/metrics") as response:
@@ -111,10 +150,10 @@ class Pair:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Both groups hold nothing for anybody."""
-        await within(within_s, self._emptied())
+        """Wait until neither group holds KV blocks, transfers or jobs."""
+        await within(within_s, self._wait_until_empty())
 
-    async def _emptied(self) -> None:
+    async def _wait_until_empty(self) -> None:
         for member in (self.prefill, self.decode):
             while True:
                 state = await self.state(member)
@@ -124,25 +163,25 @@ class Pair:
             assert state["malformed_handoffs"] == 0
 
 
-def spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:
+def group_spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:
     model = model_named(options.pop("model", "demo-8b"))
     fields: dict[str, Any] = {"speed": inf, "kv_tokens": 16_384} | options
     return GroupSpec("m", model, gpu_named("h100"), tp, role, transfer=transfer, **fields)
 
 
 @asynccontextmanager
-async def pair(
+async def mock_pair(
     dialect: str = "vllm_nixl",
     tps: tuple[int, int] = (1, 1),
     *,
     prefill: Any = None,
     decode: Any = None,
     **options: Any,
-) -> AsyncIterator[Pair]:
+) -> AsyncIterator[MockPair]:
     kv = {"dialect": dialect, "transport": "inproc"} | options.pop("kv", {})
     specs = [
-        spec(role, Transfer(**(kv | (own or {}))), tp, **options)
+        group_spec(role, Transfer(**(kv | (own or {}))), tp, **options)
         for role, tp, own in (("prefill", tps[0], prefill), ("decode", tps[1], decode))
     ]
     async with running_fleet(specs) as members, aiohttp.ClientSession() as http:
-        yield Pair(members[0], members[1], http)
+        yield MockPair(members[0], members[1], http)

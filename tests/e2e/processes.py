@@ -1,6 +1,6 @@
-"""Real processes for the end-to-end tests: a gateway or a mock fleet on free ports of 127.0.0.1, ended by their pid.
+"""A gateway or a mock fleet as real processes on free ports of 127.0.0.1.
 
-Lives here: starting, hearing that it is ready, keeping what it said on stderr. Not here: what is asked of them.
+This module starts a process, waits until it is ready, records its stderr and ends it by pid.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from tests.patient import PATIENT
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 30.0
-# A process that a test has lost ends after this; fixtures of a whole module live long on a slow machine.
+# A leaked process is killed after this time. Module-scoped fixtures live long on a slow machine.
 AT_MOST_S = 900.0
 FILE = "gateway.yaml"
-HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))  # whose gateway: `make test-compiled` has another
+# The source tree whose gateway runs. `make test-compiled` sets another one.
+HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))
 ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 PATIENCE = "".join(f"{name}: {json.dumps(PATIENT[name])}\n" for name in ("health", "scrape"))
 _READY = re.compile(r"API (https?://\S+)/v1, admin (https?://[^\s;]+)")
 
 
-class Gateway:
-    """A running gateway process: its two URLs, its pid and every line it wrote to stderr."""
+class GatewayProcess:
+    """A running gateway process: its two URLs, its pid and its stderr lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -47,19 +48,19 @@ class Gateway:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         return "".join(self._lines)
 
-    def forget(self, text: str) -> None:
-        """Drop the lines with this text from what it said."""
+    def drop_lines(self, text: str) -> None:
+        """Delete the recorded stderr lines that contain this text."""
         self._lines[:] = [line for line in self._lines if text not in line]
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        """The exit code, once the process has ended and all that it said was read."""
+        """Wait for the process to end and for its stderr to be read. Returns the exit code."""
         code = self._process.wait(WITHIN_S)
         if self._reader is not None:
             self._reader.join(WITHIN_S)
@@ -70,57 +71,80 @@ class Gateway:
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def hear(self, stderr: IO[str]) -> None:
-        """Read until it says where it listens; a thread goes on listening."""
+    def read_until_ready(self, stderr: IO[str]) -> None:
+        """Read stderr until the process reports its URLs, then keep reading in a thread."""
         for line in stderr:
             self._lines.append(line)
-            found = _READY.search(line)
-            if found:
-                self.url, self.admin_url = found[1], found[2]
-                self._reader = threading.Thread(target=self._lines.extend, args=(stderr,), daemon=True)
+            match = _READY.search(line)
+            if match:
+                self.url, self.admin_url = match[1], match[2]
+                self._reader = threading.Thread(
+                    target=self._lines.extend, args=(stderr,), daemon=True
+                )
                 self._reader.start()
                 return
-        raise AssertionError(f"the gateway ended before it listened: {self.said}")
+        raise AssertionError(f"the gateway exited before it listened:  {self.stderr_text}")
 
 
-def whole(config: str, observability: str = "{access_log: 'off'}") -> str:
-    """The text of a configuration file: what all of them here have in common, and this."""
+def complete_config(config: str, observability: str = "{access_log: 'off'}") -> str:
+    """Return the text of a configuration file with the parts that all these tests share."""
     listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
     return f"version: 1\n{listeners}\nobservability: {observability}\n{config}"
 
 
 @contextmanager
-def gateway(
+def gateway_process(
     folder: Path,
     config: str,
     patience: str = PATIENCE,
     observability: str = "{access_log: 'off'}",
     complete: bool = True,
     **env: str,
-) -> Iterator[Gateway]:
-    """A gateway with this configuration (YAML, made whole where `complete`) in `folder / FILE` until the block is left.
-    `patience` is how it looks after engines: as shipped, if that is empty."""
+) -> Iterator[GatewayProcess]:
+    """Run a gateway with this YAML configuration, written to `folder / FILE`.
+
+    complete    whether to add the parts that all these tests share
+    patience    YAML with lenient health and scrape timeouts; empty for the shipped ones
+    env         additional environment variables
+    """
     file = folder / FILE
-    file.write_text((whole(config, observability) if complete else config) + patience)
+    file.write_text((complete_config(config, observability) if complete else config) + patience)
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
-    with running(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env) as process:
+    with run_process(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV | env
+    ) as process:
         assert process.stderr
-        started = Gateway(process)
-        started.hear(process.stderr)
+        started = GatewayProcess(process)
+        started.read_until_ready(process.stderr)
         yield started
 
 
 @contextmanager
 def mock_fleet(*options: str) -> Iterator[list[str]]:
-    """The URLs of mock TP groups, two and without any waiting unless told otherwise."""
-    command = [sys.executable, "-m", "mockgpu", "--port", "0", "--groups", "2", "--speed", "inf", "--json", *options]
-    with running(command, stdout=subprocess.PIPE, env=ENV) as process:
+    """Run two mock TP groups without simulated delays, unless `options` override that.
+
+    Yields URLs.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "mockgpu",
+        "--port",
+        "0",
+        "--groups",
+        "2",
+        "--speed",
+        "inf",
+        "--json",
+        *options,
+    ]
+    with run_process(command, stdout=subprocess.PIPE, env=ENV) as process:
         assert process.stdout
         yield [json.loads(process.stdout.readline())["ready"] for _ in range(2)]
 
 
 @contextmanager
-def running(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
+def run_process(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, text=True, **options) as process:  # type: ignore[call-overload]
         watchdog = threading.Timer(AT_MOST_S, process.kill)
         watchdog.daemon = True

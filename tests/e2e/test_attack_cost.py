@@ -15,7 +15,7 @@ import pytest
 from bench.load.agent_links import agent, idle_sockets, link_times
 from tests.e2e.attacked import MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
 from tests.e2e.attackers import CORPUS, attacking
-from tests.e2e.wire import Wire, post
+from tests.e2e.raw_connection import RawConnection, post
 from tests.fair_time import TRIES
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def target(
 def send_requests(target: Attacked, seconds: float) -> Load:
     """Send requests for this time, at least MIN_REQUESTS; each must be answered."""
     socket_bytes, requests, end = 0, 0, monotonic() + seconds
-    with Wire(target.gateway.port) as wire:
+    with RawConnection(target.gateway.port) as wire:
         while requests < MIN_REQUESTS or monotonic() < end:
             wire.send(REQUEST)
             assert wire.answer().status == 200

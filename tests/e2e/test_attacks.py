@@ -1,7 +1,7 @@
-"""What an attacker sends, as bare bytes, to a real gateway before a recording engine: nothing of it is forwarded.
+"""Malicious requests, sent as raw bytes to a real gateway: they are refused and not forwarded.
 
-Each row of the table is one attack (faults.md 4 and A01-A10): the right status, OpenAI's error body, no traceback, and
-a gateway that goes on serving.
+Each attack of attacks.py must get its status and an error body in OpenAI's shape. It must cause no
+traceback, and the gateway must keep serving.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.e2e.attacks import (
     head,
     raw,
 )
-from tests.e2e.processes import Gateway, gateway
-from tests.e2e.stub import MODEL, TEXT, Stub, recording_stub
-from tests.e2e.wire import Answer, Wire, post
+from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.raw_connection import Answer, RawConnection, post
+from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
 from tests.fair_time import Stopwatch, pace
 
 CONFIG = """
@@ -57,31 +57,38 @@ INTERNAL: dict[str, Any] = {
 }
 
 
-class Line(NamedTuple):
-    gateway: Gateway
-    stub: Stub
+class Setup(NamedTuple):
+    """A running gateway and the engine behind it."""
+
+    gateway: GatewayProcess
+    engine: RecordingEngine
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
-    """A gateway before the recording engine. In the end it is alive and has never printed a traceback."""
-    with recording_stub() as stub:
-        config = CONFIG.format(url=stub.url)
-        with gateway(tmp_path_factory.mktemp("attacks"), config, ENGINE_KEY=ENGINE_KEY) as running:
-            yield Line(running, stub)
-            assert running.alive
-            assert "Traceback" not in running.said, running.said
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """Run a gateway in front of the recording engine.
+
+    At the end, assert that it printed no traceback.
+    """
+    with recording_engine() as engine:
+        config = CONFIG.format(url=engine.url)
+        with gateway_process(
+            tmp_path_factory.mktemp("attacks"), config, ENGINE_KEY=ENGINE_KEY
+        ) as running:
+            yield Setup(running, engine)
+            assert running.is_alive
+            assert "Traceback" not in running.stderr_text, running.stderr_text
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
 def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(
-    line: Line, attack: Attack
+    setup: Setup, attack: Attack
 ) -> None:
     sent = attack.sent if isinstance(attack.sent, bytes) else attack.sent()
-    forwarded = len(line.stub.requests)
-    took = Stopwatch(line.gateway.pid)
+    forwarded = len(setup.engine.requests)
+    took = Stopwatch(setup.gateway.pid)
     # Each attack has its own address, which would have to pause after a slow large body.
-    answer = ask(line, sent, f"127.0.1.{ATTACKS.index(attack) % 250 + 1}")
+    answer = ask(setup, sent, f"127.0.1.{ATTACKS.index(attack) % 250 + 1}")
     fair_s = took.fair_s
     error = answer.error
     assert answer.status == attack.status, error
@@ -95,34 +102,37 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(
     assert "aiohttp" not in answer.headers.get("server", "")
     assert len(answer.body) < 1000
     assert fair_s < 1.5 * pace()
-    assert len(line.stub.requests) == forwarded
-    assert line.gateway.alive
-    assert "Traceback" not in line.gateway.said
+    assert len(setup.engine.requests) == forwarded
+    assert setup.gateway.is_alive
+    assert "Traceback" not in setup.gateway.stderr_text
 
 
 @pytest.mark.parametrize("attack", FRAMING_ATTACKS, ids=[attack.name for attack in FRAMING_ATTACKS])
-def test_an_attack_behind_an_ordinary_request_fares_as_if_it_had_come_alone(
-    line: Line, attack: Attack
+def test_an_attack_pipelined_behind_a_valid_request_is_refused(
+    setup: Setup, attack: Attack
 ) -> None:
-    """The first is served without aiohttp's parser, the second judged by it: neither sees a byte of the other's."""
+    """The first request is parsed without aiohttp, the second with it.
+
+    Neither reads the other's bytes.
+    """
     assert isinstance(attack.sent, bytes)
-    forwarded = len(line.stub.requests)
-    with Wire(line.gateway.port) as wire:
-        wire.send(chat() + attack.sent)
-        assert wire.answer().status == 200
-        answer = wire.answer()
+    forwarded = len(setup.engine.requests)
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(chat() + attack.sent)
+        assert connection.answer().status == 200
+        answer = connection.answer()
     assert (answer.status, answer.error["code"]) == (attack.status, attack.code)
-    assert len(line.stub.requests) == forwarded + 1
-    assert line.stub.requests[-1].json == CHAT
+    assert len(setup.engine.requests) == forwarded + 1
+    assert setup.engine.requests[-1].json == CHAT
 
 
-def ask(line: Line, sent: bytes, address: str = "") -> Answer:
-    with Wire(line.gateway.port, address=address) as wire:
-        wire.send(sent)
-        return wire.answer()
+def ask(setup: Setup, sent: bytes, address: str = "") -> Answer:
+    with RawConnection(setup.gateway.port, address=address) as connection:
+        connection.send(sent)
+        return connection.answer()
 
 
-def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None:
+def test_an_engine_gets_only_headers_and_members_that_the_gateway_allows(setup: Setup) -> None:
     spoofed = (
         "Authorization: Bearer the-clients-key",
         "X-Request-Id: mine",
@@ -136,10 +146,10 @@ def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None
         "Forwarded: for=x",
         f"traceparent: 00-{'ab' * 16}-{'cd' * 8}-01",
     )
-    assert ask(line, post(BODY, PATH, *spoofed, *hop)).status == 200
-    seen = line.stub.requests[-1]
-    assert seen.line == f"POST {PATH} HTTP/1.1"
-    assert set(seen.headers) == {
+    assert ask(setup, post(BODY, PATH, *spoofed, *hop)).status == 200
+    request = setup.engine.requests[-1]
+    assert request.line == f"POST {PATH} HTTP/1.1"
+    assert set(request.headers) == {
         "host",
         "content-type",
         "content-length",
@@ -150,20 +160,20 @@ def test_an_engine_sees_a_request_of_the_gateways_own_making(line: Line) -> None
         "x-request-id",
         "traceparent",
     }
-    assert seen.headers["authorization"] == f"Bearer {ENGINE_KEY}"
-    assert seen.headers["host"] == line.stub.url.removeprefix("http://")
-    assert seen.headers["x-request-id"].startswith("req_")
-    assert seen.body == BODY
+    assert request.headers["authorization"] == f"Bearer {ENGINE_KEY}"
+    assert request.headers["host"] == setup.engine.url.removeprefix("http://")
+    assert request.headers["x-request-id"].startswith("req_")
+    assert request.body == BODY
 
 
-def test_members_that_steer_engines_are_dropped_also_where_they_hide(line: Line) -> None:
+def test_engine_internal_members_are_dropped_even_if_hidden(setup: Setup) -> None:
     hidden = {"vllm_xargs": {"mine": 1, **INTERNAL}, "top_k": 3, "unknown": {"kept": [1.0, None]}}
-    assert ask(line, chat(**INTERNAL, **hidden)).status == 200
-    seen = line.stub.requests[-1].json
-    assert re.fullmatch("[0-9a-f]{64}", seen.pop("cache_salt")), (
+    assert ask(setup, chat(**INTERNAL, **hidden)).status == 200
+    request = setup.engine.requests[-1].json
+    assert re.fullmatch("[0-9a-f]{64}", request.pop("cache_salt")), (
         "the gateway's own, not the client's"
     )
-    assert seen == {
+    assert request == {
         **CHAT,
         "vllm_xargs": {"mine": 1},
         "top_k": 3,
@@ -171,10 +181,10 @@ def test_members_that_steer_engines_are_dropped_also_where_they_hide(line: Line)
     }
 
 
-def test_an_escaped_name_of_a_dropped_member_is_dropped_as_well(line: Line) -> None:
+def test_a_dropped_member_with_an_escaped_name_is_dropped(setup: Setup) -> None:
     sent = rb'{"model":"demo","kv_transf\u0065r_params":{"a":1},"messages":[],"vllm_xargs":{"r\u0069d":"x"}}'
-    assert ask(line, raw(sent)).status == 200
-    assert line.stub.requests[-1].json == {"model": "demo", "messages": [], "vllm_xargs": {}}
+    assert ask(setup, raw(sent)).status == 200
+    assert setup.engine.requests[-1].json == {"model": "demo", "messages": [], "vllm_xargs": {}}
 
 
 @pytest.mark.parametrize(
@@ -193,21 +203,21 @@ def test_an_escaped_name_of_a_dropped_member_is_dropped_as_well(line: Line) -> N
         "é",
     ],
 )
-def test_a_host_that_means_to_confuse_changes_nothing(line: Line, host: str) -> None:
-    """Paths and upstream hosts never come from Host (faults.md 4, BadHost): either refused, or served as ever."""
-    answer = ask(line, head(LENGTH, host=f"Host: {host}") + BODY)
+def test_a_malicious_host_header_changes_nothing(setup: Setup, host: str) -> None:
+    """Paths and upstream hosts never come from Host: the request is refused or served as usual."""
+    answer = ask(setup, head(LENGTH, host=f"Host: {host}") + BODY)
     if answer.status == 200:
-        seen = line.stub.requests[-1]
-        assert (seen.line, seen.headers["host"]) == (
+        request = setup.engine.requests[-1]
+        assert (request.line, request.headers["host"]) == (
             f"POST {PATH} HTTP/1.1",
-            line.stub.url.removeprefix("http://"),
+            setup.engine.url.removeprefix("http://"),
         )
     else:
         assert answer.status == 400
         assert answer.error
-    listed = ask(line, head(start="GET /v1/models HTTP/1.1", host=f"Host: {host}"))
+    listed = ask(setup, head(start="GET /v1/models HTTP/1.1", host=f"Host: {host}"))
     assert listed.status in (200, 400)
-    unknown = ask(line, head(start="GET /admin HTTP/1.1", host=f"Host: {host}"))
+    unknown = ask(setup, head(start="GET /admin HTTP/1.1", host=f"Host: {host}"))
     assert unknown.status in (404, 400)
     assert unknown.error
 
@@ -215,91 +225,91 @@ def test_a_host_that_means_to_confuse_changes_nothing(line: Line, host: str) -> 
 @pytest.mark.parametrize(
     "start", [f"POST {PATH}?api-version=1 HTTP/1.1", f"POST http://evil.example{PATH} HTTP/1.1"]
 )
-def test_a_query_or_an_absolute_uri_finds_its_path_and_goes_no_further(
-    line: Line, start: str
+def test_a_query_or_an_absolute_uri_is_routed_by_its_path_and_not_forwarded(
+    setup: Setup, start: str
 ) -> None:
-    assert ask(line, head(LENGTH, start=start) + BODY).status == 200
-    assert line.stub.requests[-1].line == f"POST {PATH} HTTP/1.1"
+    assert ask(setup, head(LENGTH, start=start) + BODY).status == 200
+    assert setup.engine.requests[-1].line == f"POST {PATH} HTTP/1.1"
 
 
-def test_expect_100_continue_is_honoured_before_the_body(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
-        wire.send(head("Expect: 100-continue", LENGTH))
-        assert wire.answer().status == 100
-        wire.send(BODY)
-        assert wire.answer().status == 200
+def test_expect_100_continue_is_honoured_before_the_body(setup: Setup) -> None:
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(head("Expect: 100-continue", LENGTH))
+        assert connection.answer().status == 100
+        connection.send(BODY)
+        assert connection.answer().status == 200
 
 
-def test_pipelined_requests_are_answered_in_their_order(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
-        wire.send(
+def test_pipelined_requests_are_answered_in_order(setup: Setup) -> None:
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(
             chat(user="status:418")
             + chat()
             + head(start="GET /v1/models HTTP/1.1")
             + chat(model="nope")
             + chat(stream=True)
         )
-        answers = [wire.answer() for _ in range(5)]
+        answers = [connection.answer() for _ in range(5)]
     assert [answer.status for answer in answers] == [418, 200, 200, 404, 200]
     assert answers[4].body.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_refusal_on_the_line_comes_before_the_ordinary_answer_pipelined_behind_it(
-    line: Line,
+def test_a_refusal_is_sent_before_the_response_to_the_next_pipelined_request(
+    setup: Setup,
 ) -> None:
-    with Wire(line.gateway.port) as wire:
-        wire.send(
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(
             chat(model="nope")
             + head(start="GET /v1/models HTTP/1.1")
             + chat(n=0)
             + head(start="GET /x HTTP/1.1")
         )
-        assert [wire.answer().status for _ in range(4)] == [404, 200, 400, 404]
+        assert [connection.answer().status for _ in range(4)] == [404, 200, 400, 404]
 
 
-def test_what_follows_a_refused_body_is_not_taken_for_a_request(line: Line) -> None:
-    forwarded = len(line.stub.requests)
-    with Wire(line.gateway.port) as wire:
-        wire.send(head("Content-Length: 1000000000") + chat())
-        assert wire.answer().status == 413
-        assert wire.ended()
-    assert len(line.stub.requests) == forwarded
+def test_bytes_after_a_refused_body_are_not_parsed_as_a_request(setup: Setup) -> None:
+    forwarded = len(setup.engine.requests)
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(head("Content-Length: 1000000000") + chat())
+        assert connection.answer().status == 413
+        assert connection.is_closed()
+    assert len(setup.engine.requests) == forwarded
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_http_1_0_client_gets_a_bare_body_and_a_close(line: Line, stream: bool) -> None:
-    with Wire(line.gateway.port) as wire:
-        wire.send(post({**CHAT, "stream": stream}, version="1.0"))
-        answer = wire.answer()
-        assert wire.ended()
+def test_an_http_1_0_client_gets_an_unchunked_body_and_a_close(setup: Setup, stream: bool) -> None:
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(post({**CHAT, "stream": stream}, version="1.0"))
+        answer = connection.answer()
+        assert connection.is_closed()
     assert answer.status == 200
     assert answer.headers["connection"] == "close"
     assert "transfer-encoding" not in answer.headers
     assert (b"data: [DONE]\n\n" in answer.body) if stream else (TEXT.encode() in answer.body)
 
 
-def test_chunked_bodies_of_every_size_arrive_whole_and_with_a_length(line: Line) -> None:
+def test_chunked_bodies_of_every_size_are_forwarded_with_a_content_length(setup: Setup) -> None:
     for size in (1, 7, len(BODY)):
-        pieces = [BODY[at : at + size] for at in range(0, len(BODY), size)]
+        pieces = [BODY[index : index + size] for index in range(0, len(BODY), size)]
         framed = b"".join(b"%x;ext=1\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-        assert ask(line, chunked(framed + b"0\r\nX-Trailer: a\r\n\r\n")).status == 200
-        seen = line.stub.requests[-1]
-        assert seen.body == BODY
-        assert "transfer-encoding" not in seen.headers
-        assert "x-trailer" not in seen.headers
+        assert ask(setup, chunked(framed + b"0\r\nX-Trailer: a\r\n\r\n")).status == 200
+        request = setup.engine.requests[-1]
+        assert request.body == BODY
+        assert "transfer-encoding" not in request.headers
+        assert "x-trailer" not in request.headers
 
 
 @pytest.mark.parametrize("status", [400, 404, 409, 422, 460])
-def test_an_engines_refusal_is_reshaped_and_not_retried(line: Line, status: int) -> None:
-    forwarded = len(line.stub.requests)
-    answer = ask(line, chat(user=f"status:{status}"))
+def test_an_engines_refusal_is_reshaped_and_not_retried(setup: Setup, status: int) -> None:
+    forwarded = len(setup.engine.requests)
+    answer = ask(setup, chat(user=f"status:{status}"))
     assert (answer.status, answer.error["message"], answer.error["code"]) == (
         status,
         "as asked",
         None,
     )
     assert answer.headers["x-should-retry"] == "false"
-    assert len(line.stub.requests) == forwarded + 1
+    assert len(setup.engine.requests) == forwarded + 1
 
 
 UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
@@ -307,87 +317,90 @@ UPGRADES = ["Upgrade: h2c", "Upgrade: websocket", "Upgrade: TLS/1.0, h2c"]
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
 def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(
-    line: Line, upgrade: str
+    setup: Setup, upgrade: str
 ) -> None:
-    """As Java's HttpClient asks for HTTP/2; its connection goes on."""
-    asked = (
+    """Java's HttpClient offers HTTP/2 this way. The connection stays open."""
+    request = (
         "Connection: Upgrade, HTTP2-Settings",
         upgrade,
         "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA",
     )
-    with Wire(line.gateway.port) as wire:
-        wire.send(head(*asked, LENGTH) + BODY + chat(user="status:418"))
-        assert wire.answer().status == 200
-        assert line.stub.requests[0].headers.keys().isdisjoint(("upgrade", "http2-settings"))
-        assert wire.answer().status == 418
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(head(*request, LENGTH) + BODY + chat(user="status:418"))
+        assert connection.answer().status == 200
+        assert setup.engine.requests[0].headers.keys().isdisjoint(("upgrade", "http2-settings"))
+        assert connection.answer().status == 418
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
 def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(
-    line: Line, upgrade: str
+    setup: Setup, upgrade: str
 ) -> None:
-    """aiohttp's parser drops what came behind such a head, so nothing may be read after it."""
-    asked = ("Connection: Upgrade", upgrade)
+    """aiohttp's parser drops the bytes behind such a head, so the gateway must not read on."""
+    request = ("Connection: Upgrade", upgrade)
     behind = chat(user="status:418")
-    forwarded = len(line.stub.requests)
-    for sent in (head(*asked, start="GET /v1/models HTTP/1.1"), chunked(IN_CHUNKS, *asked)):
-        with Wire(line.gateway.port) as wire:
-            wire.send(sent + behind)
-            assert wire.answer().status == 200
-            assert wire.ended()
-    assert [each.json for each in line.stub.requests[forwarded:]] == [CHAT]
+    forwarded = len(setup.engine.requests)
+    for sent in (head(*request, start="GET /v1/models HTTP/1.1"), chunked(IN_CHUNKS, *request)):
+        with RawConnection(setup.gateway.port) as connection:
+            connection.send(sent + behind)
+            assert connection.answer().status == 200
+            assert connection.is_closed()
+    assert [request.json for request in setup.engine.requests[forwarded:]] == [CHAT]
 
 
-def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_and_gets_its_done(
-    line: Line,
+def test_a_body_that_ends_after_its_finish_reason_is_complete_and_gets_done(
+    setup: Setup,
 ) -> None:
-    for asked in (
+    for item in (
         {"user": "undone:1"},
         {"user": "undone:3", "n": 3},
         {"user": "undone:1", "model": "alias"},
     ):
-        answer = ask(line, chat(stream=True, **asked))
+        answer = ask(setup, chat(stream=True, **item))
         assert answer.status == 200
         assert answer.body.endswith(b"data: [DONE]\n\n")
         assert b"error" not in answer.body
 
 
-def test_a_stream_that_ends_properly_before_all_its_finish_reasons_is_broken(line: Line) -> None:
-    for asked in ({"user": "undone:0"}, {"user": "undone:2", "n": 3}):
-        answer = ask(line, chat(stream=True, **asked))
+def test_a_body_that_ends_before_all_finish_reasons_is_a_broken_stream(setup: Setup) -> None:
+    for item in ({"user": "undone:0"}, {"user": "undone:2", "n": 3}):
+        answer = ask(setup, chat(stream=True, **item))
         assert b"stream_interrupted" in answer.body
         assert b"[DONE]" not in answer.body
 
 
 @pytest.mark.parametrize(("finished", "whole"), [(6, True), (5, False), (2, False)])
-def test_a_stream_for_several_prompts_is_whole_when_each_choice_of_each_prompt_has_ended(
-    line: Line, finished: int, whole: bool
+def test_a_stream_for_several_prompts_is_complete_when_every_choice_has_ended(
+    setup: Setup, finished: int, whole: bool
 ) -> None:
-    asked = {
+    request = {
         "model": MODEL,
         "prompt": ["a", "b", "c"],
         "n": 2,
         "stream": True,
         "user": f"undone:{finished}",
     }
-    answer = ask(line, post(asked, "/v1/completions"))
+    answer = ask(setup, post(request, "/v1/completions"))
     assert answer.body.endswith(b"data: [DONE]\n\n") == whole
     assert (b"stream_interrupted" in answer.body) != whole
 
 
-def test_a_client_that_closes_its_sending_side_has_left(line: Line) -> None:
-    """A FIN is all that a closed client sends; waiting to see whether it still reads would keep the engine busy."""
-    with Wire(line.gateway.port) as wire:
-        wire.send(chat(user="hold"))
-        assert line.stub.wait(lambda: line.stub.requests[-1].json.get("user") == "hold")
-        wire.socket.shutdown(1)
-        assert wire.ended()
-    seen = line.stub.requests[-1]
-    assert line.stub.wait(lambda: seen.closed_at is not None)
+def test_a_client_that_closes_its_sending_side_counts_as_disconnected(setup: Setup) -> None:
+    """A closed client sends only a FIN.
+
+    Waiting to see whether it reads would keep the engine busy.
+    """
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(chat(user="hold"))
+        assert setup.engine.wait(lambda: setup.engine.requests[-1].json.get("user") == "hold")
+        connection.socket.shutdown(1)
+        assert connection.is_closed()
+    request = setup.engine.requests[-1]
+    assert setup.engine.wait(lambda: request.closed_at is not None)
 
 
-def test_the_gateway_serves_on_after_all_of_it(line: Line) -> None:
-    answer = ask(line, chat())
+def test_the_gateway_still_serves_after_all_attacks(setup: Setup) -> None:
+    answer = ask(setup, chat())
     assert answer.status == 200
     assert answer.json["choices"][0]["message"]["content"] == TEXT
-    assert line.gateway.resident_bytes < 300 * 2**20
+    assert setup.gateway.resident_bytes < 300 * 2**20

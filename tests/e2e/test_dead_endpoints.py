@@ -1,4 +1,4 @@
-"""Endpoints that are dead: no request fails as long as one endpoint of its pool serves."""
+"""Dead endpoints: no request fails while at least one endpoint of its pool serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEAD = (Mode.REFUSES, Mode.RESETS)
 
 
 def modes(alive: int, of: int, dead: tuple[Mode, ...] = DEAD) -> list[Mode]:
-    """The dead ones in turn of these kinds, and the rest alive."""
+    """Return dead modes, cycling through `dead`, followed by `alive` engines that answer."""
     return [dead[index % len(dead)] for index in range(of - alive)] + [Mode.ANSWERS] * alive
 
 
@@ -26,20 +26,22 @@ def no_endpoint_saw_a_request_twice(running: Fleet) -> bool:
 @pytest.mark.parametrize("policy", names())
 async def test_with_4_of_64_endpoints_alive_at_the_start_no_request_fails(policy: str) -> None:
     async with fleet(modes(alive=4, of=64), policy=policy) as running:
-        assert await running.ask_often(64) == Counter({200: 64})
+        assert await running.ask_concurrently(64) == Counter({200: 64})
         assert [await running.ask() for _ in range(20)] == [200] * 20
         assert no_endpoint_saw_a_request_twice(running)
 
 
 @pytest.mark.parametrize("dead", [(Mode.RESETS,), DEAD])
 @pytest.mark.parametrize("policy", names())
-async def test_when_60_of_64_endpoints_die_under_load_no_request_fails(policy: str, dead: tuple[Mode, ...]) -> None:
+async def test_when_60_of_64_endpoints_die_under_load_no_request_fails(
+    policy: str, dead: tuple[Mode, ...]
+) -> None:
     async with fleet([Mode.ANSWERS] * 64, policy=policy, delay_s=0.01) as running:
         over = asyncio.Event()
         load = asyncio.create_task(running.load(32, over))
         await asyncio.sleep(0.1)
         for engine, mode in zip(running.engines, modes(alive=4, of=64, dead=dead), strict=True):
-            await engine.become(mode)
+            await engine.switch_to(mode)
         await asyncio.sleep(0.15)
         over.set()
         statuses = await load
@@ -51,25 +53,33 @@ async def test_when_60_of_64_endpoints_die_under_load_no_request_fails(policy: s
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_aware"])
 async def test_with_one_endpoint_alive_at_the_start_no_request_fails(policy: str, of: int) -> None:
     async with fleet(modes(alive=1, of=of), policy=policy) as running:
-        assert await running.ask_often(24) == Counter({200: 24})
+        assert await running.ask_concurrently(24) == Counter({200: 24})
         assert [await running.ask() for _ in range(20)] == [200] * 20
 
 
 @pytest.mark.parametrize("dead", DEAD)
-async def test_while_all_are_dead_a_request_gets_503_and_the_first_that_is_back_is_used_at_once(dead: Mode) -> None:
-    async with fleet([Mode.ANSWERS] * 4, policy="prefix_aware", health={"backoff": "60s", "backoff_max": "60s"}) as f:
-        assert await f.ask_often(8) == Counter({200: 8})
+async def test_requests_get_503_while_all_are_dead_and_a_recovered_endpoint_is_used_at_once(
+    dead: Mode,
+) -> None:
+    async with fleet(
+        [Mode.ANSWERS] * 4, policy="prefix_aware", health={"backoff": "60s", "backoff_max": "60s"}
+    ) as f:
+        assert await f.ask_concurrently(8) == Counter({200: 8})
         for engine in f.engines:
-            await engine.become(dead)
+            await engine.switch_to(dead)
         while any(live.load.available for live in f.app.gateway.endpoints.all()):
             assert await f.ask() in (502, 503)
         for _ in range(20):
             assert await f.ask() == 503
-        assert min([(await f.timed())[1] for _ in range(10)]) < 0.1  # the best: the machine may be busy
-        assert all(live.health.until - live.health.since > 45 for live in f.app.gateway.endpoints.all())
-        await f.engines[2].become(Mode.ANSWERS)
-        assert RECOVERY_S * 1.1 < 1.5, "so long at most, and a probe, on a machine that is not busy"
+        assert (
+            min([(await f.ask_timed())[1] for _ in range(10)]) < 0.1
+        )  # the fastest of ten: the machine may be busy
+        assert all(
+            live.health.until - live.health.since > 45 for live in f.app.gateway.endpoints.all()
+        )
+        await f.engines[2].switch_to(Mode.ANSWERS)
+        assert RECOVERY_S * 1.1 < 1.5, "the longest recovery and one probe, on an idle machine"
         async with asyncio.timeout(20):  # far below the back-off
             while not any(live.load.available for live in f.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.05)
-        assert await f.ask_often(20) == Counter({200: 20})
+        assert await f.ask_concurrently(20) == Counter({200: 20})

@@ -1,6 +1,7 @@
-"""docs/first-five-minutes.md, typed as it stands: every command is run, every line below it must come out.
+"""Run every command of docs/first-five-minutes.md and compare its output with the page.
 
-A shell of its own runs the blocks in order, on free ports in place of the page's. `...` in a line stands for anything.
+A shell runs the blocks in order, with free ports instead of the page's. `...` in a line of the page
+matches any text.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ END = "__over__"
 
 
 class Step(NamedTuple):
-    """A command, or none for what the demo prints by itself, and the lines that must come of it."""
+    """A command and the output lines expected of it. None stands for the running demo."""
 
     command: str | None
     lines: list[str]
 
 
 def steps() -> Iterator[Step]:
-    """The page's, in order."""
-    for of_the_demo, block in re.findall(r"^```console( demo)?\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+    """Yield the steps of the page, in order."""
+    for of_the_demo, block in re.findall(
+        r"^```console( demo)?\n(.*?)^```", PAGE.read_text(), re.M | re.S
+    ):
         if of_the_demo:
             yield Step(None, block.splitlines())
             continue
@@ -45,28 +48,28 @@ def steps() -> Iterator[Step]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Columns may be wider than on the page; `...` is anything, nothing included."""
+    """Compile a line of the page. Columns may be wider; `...` matches any text, even none."""
     parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in line.split("...")]
     return re.compile(".*".join(parts).replace(r"\s+\s+", r"\s+"))
 
 
-def missing(lines: list[str], said: str) -> str | None:
-    """The first line of the page that did not come out, in order."""
-    rest = iter(said.splitlines())
+def missing(lines: list[str], output: str) -> str | None:
+    """Return the first line of the page that the output lacks, in order; None if it has all."""
+    rest = iter(output.splitlines())
     for line in lines:
-        if not any(pattern(line.strip()).search(each) for each in rest):
+        if not any(pattern(line.strip()).search(output_line) for output_line in rest):
             return line
     return None
 
 
 class Terminal:
-    """A shell with `penstock` in it, and the demo in the other window."""
+    """A shell with a `penstock` function, and the demo as a second process."""
 
     def __init__(self, folder: Path, ports: dict[str, str]) -> None:
         self._ports = ports
         self._folder = folder
-        self.demo_said: list[str] = []
-        self._heard = 0
+        self.demo_output: list[str] = []
+        self._read_lines = 0
         self._env = ENV | {"PENSTOCK_ADMIN": f"http://127.0.0.1:{ports['8081']}", "COLUMNS": "120"}
         self._processes: list[subprocess.Popen[str]] = []
         self._shell = self._start(["bash", "--norc"], stdin=subprocess.PIPE)
@@ -91,49 +94,54 @@ class Terminal:
         self._shell.stdin.write(line + "\n")
         self._shell.stdin.flush()
 
-    def _here(self, text: str) -> str:
-        return re.sub("|".join(self._ports), lambda found: self._ports[found[0]], text)
+    def _with_our_ports(self, text: str) -> str:
+        return re.sub("|".join(self._ports), lambda match: self._ports[match[0]], text)
 
     def open_demo(self) -> None:
-        """The page's first command, on our ports, in a window of its own."""
+        """Run the page's first command with our ports, as a process of its own."""
         ports = ["--port", self._ports["8080"], "--admin-port", self._ports["8081"]]
-        process = self._start([sys.executable, "-m", "gateway", "demo", *ports], stdin=subprocess.DEVNULL)
+        process = self._start(
+            [sys.executable, "-m", "gateway", "demo", *ports], stdin=subprocess.DEVNULL
+        )
         assert process.stdout
-        threading.Thread(target=self.demo_said.extend, args=(process.stdout,), daemon=True).start()
-        self.demo_says(["Press Ctrl-C to stop everything."], keep=True)
+        threading.Thread(
+            target=self.demo_output.extend, args=(process.stdout,), daemon=True
+        ).start()
+        self.wait_for_demo_output(["Press Ctrl-C to stop everything."], keep=True)
         config = (self._folder / "penstock-demo" / "gateway.yaml").read_text()
         first = [int(port) for port in re.findall(r"url: http://127\.0\.0\.1:(\d+)", config)]
         self._ports |= {"9100": str(first[0]), "9101": str(first[1])}
 
-    def demo_says(self, lines: list[str], *, keep: bool = False) -> None:
-        """Wait until it has said these, after what it had said before."""
+    def wait_for_demo_output(self, lines: list[str], *, keep: bool = False) -> None:
+        """Wait until the demo has printed these lines after those already read."""
         began = monotonic()
-        while (lost := missing(lines, self._news())) is not None:
-            assert monotonic() - began < WITHIN_S, f"{lost!r} did not come in:\n{self._news()}"
-            sleep(0.02)  # what another process prints has nobody to wake us
+        while (lost := missing(lines, self._unread_output())) is not None:
+            assert monotonic() - began < WITHIN_S, f"{lost!r} is not in:\n{self._unread_output()}"
+            sleep(0.02)  # another process cannot signal this one
         if not keep:
-            self._heard = len(self.demo_said)
+            self._read_lines = len(self.demo_output)
 
-    def _news(self) -> str:
-        return "".join(self.demo_said[self._heard :])
+    def _unread_output(self) -> str:
+        return "".join(self.demo_output[self._read_lines :])
 
-    def types(self, command: str) -> str:
-        """What a command prints."""
-        self._write(f"{self._here(command)}\nprintf '\\n{END}\\n'")
+    def run(self, command: str) -> str:
+        """Run a command in the shell. Returns its output."""
+        self._write(f"{self._with_our_ports(command)}\nprintf '\\n{END}\\n'")
         assert self._shell.stdout
-        said = ""
+        output = ""
         for line in self._shell.stdout:
             if line.startswith(END):
-                return said
-            said += line
-        raise AssertionError(f"the shell has ended in {command!r}: {said}")
+                return output
+            output += line
+        raise AssertionError(f"the shell exited during {command!r}: {output}")
 
-    def expects(self, lines: list[str], said: str) -> None:
-        lost = missing([self._here(line) for line in lines], said)
-        assert lost is None, f"{lost!r} did not come out:\n{said}"
+    def expect(self, lines: list[str], output: str) -> None:
+        lost = missing([self._with_our_ports(line) for line in lines], output)
+        assert lost is None, f"{lost!r} is not in:\n{output}"
 
     def close(self) -> None:
-        for process in self._processes:  # whole groups: the shell has jobs, the demo has mocks
+        # End whole process groups: the shell has jobs and the demo has mocks.
+        for process in self._processes:
             for number in (15, 9):
                 try:
                     os.killpg(process.pid, number)
@@ -147,35 +155,35 @@ class Terminal:
 
 @contextmanager
 def terminal(folder: Path) -> Iterator[Terminal]:
-    opened = Terminal(folder, {name: str(free_port()) for name in ("8080", "8081", "8090", "8091")})
-    watchdog = threading.Timer(WITHIN_S * 3, opened.close)
+    window = Terminal(folder, {name: str(free_port()) for name in ("8080", "8081", "8090", "8091")})
+    watchdog = threading.Timer(WITHIN_S * 3, window.close)
     watchdog.daemon = True
     watchdog.start()
     try:
-        yield opened
+        yield window
     finally:
         watchdog.cancel()
-        opened.close()
+        window.close()
 
 
-def test_the_page_holds_what_it_promises(tmp_path: Path) -> None:
+def test_every_command_prints_the_lines_of_the_page(tmp_path: Path) -> None:
     first, *others = steps()
     assert first.command == "penstock demo"
     with terminal(tmp_path) as window:
         window.open_demo()
-        window.expects(first.lines, "".join(window.demo_said))
-        window._heard = len(window.demo_said)
+        window.expect(first.lines, "".join(window.demo_output))
+        window._read_lines = len(window.demo_output)
         for step in others:
             if step.command is None:
-                window.demo_says(step.lines)
+                window.wait_for_demo_output(step.lines)
             else:
-                window.expects(step.lines, window.types(step.command))
-        assert "Traceback" not in "".join(window.demo_said)
+                window.expect(step.lines, window.run(step.command))
+        assert "Traceback" not in "".join(window.demo_output)
 
 
-def test_the_page_shows_every_step_of_a_newcomer() -> None:
+def test_the_page_shows_the_commands_that_a_new_user_needs() -> None:
     typed = " ".join(step.command or "" for step in steps())
-    wanted = (
+    expected = (
         "demo",
         "explain",
         "bench",
@@ -187,11 +195,11 @@ def test_the_page_shows_every_step_of_a_newcomer() -> None:
         "doctor",
         "serve",
     )
-    assert [word for word in wanted if f"penstock {word}" not in typed] == []
+    assert [word for word in expected if f"penstock {word}" not in typed] == []
 
 
 @pytest.mark.parametrize(
-    ("lines", "said", "lost"),
+    ("lines", "output", "lost"),
     [
         (["a ... c"], "a b c", None),
         (["killed x", "took 3"], "killed x\nnoise\ntook    3", None),
@@ -199,7 +207,7 @@ def test_the_page_shows_every_step_of_a_newcomer() -> None:
         (["a.c"], "abc", "a.c"),
     ],
 )
-def test_lines_are_found_in_order_and_dots_are_no_wildcards_but_three(
-    lines: list[str], said: str, lost: str | None
+def test_lines_are_matched_in_order_and_only_three_dots_are_a_wildcard(
+    lines: list[str], output: str, lost: str | None
 ) -> None:
-    assert missing(lines, said) == lost
+    assert missing(lines, output) == lost

@@ -1,4 +1,4 @@
-"""Images through a real gateway: no refusal and no wait comes from the bytes of their base64."""
+"""Images through a real gateway: the size of their base64 text causes no refusal and no waiting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from tests.e2e.processes import gateway
-from tests.e2e.stub import recording_stub
-from tests.e2e.wire import Wire, post
+from tests.e2e.processes import gateway_process
+from tests.e2e.raw_connection import RawConnection, post
+from tests.e2e.recording_engine import recording_engine
 from tests.fair_time import Stopwatch, pace
 
 CONFIG = """
@@ -30,13 +30,16 @@ def test_a_large_image_on_an_idle_gateway_is_answered_at_once(
     image = base64.b64encode(Random(size).randbytes(size * 3 // 4)).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}
     body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], "max_tokens": 16}
-    with recording_stub() as stub, gateway(tmp_path, config.format(url=stub.url)) as running:
+    with (
+        recording_engine() as engine,
+        gateway_process(tmp_path, config.format(url=engine.url)) as running,
+    ):
         took = Stopwatch(running.pid)
-        with Wire(running.port) as wire:
-            wire.socket.settimeout(60)
-            wire.send(post(body))
-            answer = wire.answer()
+        with RawConnection(running.port) as connection:
+            connection.socket.settimeout(60)
+            connection.send(post(body))
+            answer = connection.answer()
         print(answer.status, answer.body[:200], took.fair_s)
         assert answer.status == 200
         assert took.fair_s < 2 * pace()
-        assert stub.requests[-1].json == body
+        assert engine.requests[-1].json == body

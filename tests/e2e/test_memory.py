@@ -1,4 +1,4 @@
-"""What clients can make a gateway hold: bodies, answers nobody reads, connections. All of it has an end."""
+"""Limits on what clients can make a gateway hold: bodies, unread responses, connections."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.attacks import BODY, CHAT, LENGTH, chat, chunked, head
-from tests.e2e.processes import Gateway, gateway
-from tests.e2e.stub import Stub, recording_stub
-from tests.e2e.wire import Wire, post
+from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.raw_connection import RawConnection, post
+from tests.e2e.recording_engine import RecordingEngine, recording_engine
 from tests.fair_time import PATIENCE_S, Stopwatch, pace
 
 MIB = 2**20
@@ -24,24 +24,29 @@ limits: {{body: 1MiB, body_budget: 4MiB, connections: 16, slow_reader: 1s, idle_
 """
 
 
-class Line(NamedTuple):
-    gateway: Gateway
-    stub: Stub
+class Setup(NamedTuple):
+    """A running gateway and the engine behind it."""
+
+    gateway: GatewayProcess
+    engine: RecordingEngine
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("memory")
-    with recording_stub() as stub, gateway(folder, CONFIG.format(url=stub.url)) as running:
-        yield Line(running, stub)
-        assert running.alive
-        assert "Traceback" not in running.said, running.said
+    with (
+        recording_engine() as engine,
+        gateway_process(folder, CONFIG.format(url=engine.url)) as running,
+    ):
+        yield Setup(running, engine)
+        assert running.is_alive
+        assert "Traceback" not in running.stderr_text, running.stderr_text
 
 
-def served(line: Line, sent: bytes) -> int:
-    with Wire(line.gateway.port) as wire:
-        wire.send(sent)
-        return wire.answer().status
+def status_of(setup: Setup, sent: bytes) -> int:
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(sent)
+        return connection.answer().status
 
 
 @pytest.mark.parametrize(
@@ -52,71 +57,80 @@ def served(line: Line, sent: bytes) -> int:
     ],
     ids=["declared", "in chunks"],
 )
-def test_bodies_under_way_share_one_budget_and_give_it_back(line: Line, begun: bytes) -> None:
-    """Four bodies of 1 MiB fill it; the next is shed with advice to come again, and not read."""
+def test_uploading_bodies_share_one_budget_and_return_it(setup: Setup, begun: bytes) -> None:
+    """Four bodies of 1 MiB use the budget up. The next is refused unread, with Retry-After."""
     large = post({**CHAT, "padding": "x" * (MIB - 1024)})
-    with ExitStack() as open_wires:
-        wires = [open_wires.enter_context(Wire(line.gateway.port)) for _ in range(6)]
-        for wire in wires:
-            wire.send(begun)
-        waiting = [wire.socket for wire in wires]
+    with ExitStack() as open_connections:
+        connections = [
+            open_connections.enter_context(RawConnection(setup.gateway.port)) for _ in range(6)
+        ]
+        for connection in connections:
+            connection.send(begun)
+        waiting = [connection.socket for connection in connections]
         refused = []
         while len(refused) < 2:
             answered, _, _ = select.select(waiting, [], [], PATIENCE_S)
-            assert answered, "two are refused"
-            refused += [wire for wire in wires if wire.socket in answered]
-            waiting = [each for each in waiting if each not in answered]
-        assert not select.select(waiting, [], [], 0.3)[0], "the others are waited for"
-        for wire in refused:
-            answer = wire.answer()
+            assert answered, "two bodies are refused"
+            refused += [connection for connection in connections if connection.socket in answered]
+            waiting = [sock for sock in waiting if sock not in answered]
+        assert not select.select(waiting, [], [], 0.3)[0], "the other four may continue"
+        for connection in refused:
+            answer = connection.answer()
             assert (answer.status, answer.error["code"]) == (429, "overloaded")
             assert int(answer.headers["retry-after-ms"]) > 0
-        assert served(line, large) == 429
+        assert status_of(setup, large) == 429
     ends = monotonic() + PATIENCE_S
-    while (status := served(line, large)) != 200:
+    while (status := status_of(setup, large)) != 200:
         assert (status, monotonic() < ends) == (429, True)
 
 
-def test_announcing_large_bodies_takes_nothing_from_the_others(line: Line) -> None:
-    """What has come counts, not what was promised: idle uploads of all the budget leave everybody else served."""
-    with ExitStack() as open_wires:
+def test_announcing_large_bodies_uses_none_of_the_budget(setup: Setup) -> None:
+    """Only received bytes count, so idle uploads of announced bodies do not block other clients."""
+    with ExitStack() as open_connections:
         for _ in range(8):
-            open_wires.enter_context(Wire(line.gateway.port)).send(head(f"Content-Length: {MIB}") + b" " * 9)
-        assert served(line, post(CHAT)) == 200
+            open_connections.enter_context(RawConnection(setup.gateway.port)).send(
+                head(f"Content-Length: {MIB}") + b" " * 9
+            )
+        assert status_of(setup, post(CHAT)) == 200
 
 
-def test_answers_that_nobody_reads_do_not_pile_up(line: Line) -> None:
-    """A client pipelines refusals as fast as it can and reads none: the gateway stops reading, then cuts it off."""
-    before, peak, took = line.gateway.resident_bytes, 0, Stopwatch(line.gateway.pid)
-    with Wire(line.gateway.port, receive_bytes=4096) as wire:
-        wire.socket.settimeout(0.1)
+def test_unread_responses_do_not_accumulate(setup: Setup) -> None:
+    """The client pipelines bad requests and reads nothing.
+
+    The gateway stops reading, then closes.
+    """
+    before, peak, took = setup.gateway.resident_bytes, 0, Stopwatch(setup.gateway.pid)
+    with RawConnection(setup.gateway.port, receive_bytes=4096) as connection:
+        connection.socket.settimeout(0.1)
         while took.wall_s < PATIENCE_S:
             try:
-                wire.socket.send(post(b"{}") * 500)
+                connection.socket.send(post(b"{}") * 500)
             except TimeoutError:
                 pass
             except ConnectionError:
                 break
-            peak = max(peak, line.gateway.resident_bytes)
+            peak = max(peak, setup.gateway.resident_bytes)
     assert took.wall_s >= 1
     assert took.fair_s < 4 * pace()
     assert peak - before < 16 * MIB
 
 
-def test_a_connection_too_many_is_closed_and_the_others_are_served(line: Line) -> None:
-    with ExitStack() as open_wires:
-        wires = [open_wires.enter_context(Wire(line.gateway.port)) for _ in range(16)]
-        for wire in wires:
-            wire.send(chat())
-            assert wire.answer().status == 200
-        with Wire(line.gateway.port) as one_too_many:
-            assert one_too_many.ended()
-        wires[0].send(chat())
-        assert wires[0].answer().status == 200
+def test_a_connection_over_the_limit_is_closed_and_the_others_are_served(setup: Setup) -> None:
+    with ExitStack() as open_connections:
+        connections = [
+            open_connections.enter_context(RawConnection(setup.gateway.port)) for _ in range(16)
+        ]
+        for connection in connections:
+            connection.send(chat())
+            assert connection.answer().status == 200
+        with RawConnection(setup.gateway.port) as one_too_many:
+            assert one_too_many.is_closed()
+        connections[0].send(chat())
+        assert connections[0].answer().status == 200
 
 
-def test_a_client_that_asks_for_a_close_gets_one(line: Line) -> None:
-    with Wire(line.gateway.port) as wire:
-        wire.send(head("Connection: close", LENGTH) + BODY)
-        assert wire.answer().status == 200
-        assert wire.ended()
+def test_connection_close_closes_the_connection_after_the_response(setup: Setup) -> None:
+    with RawConnection(setup.gateway.port) as connection:
+        connection.send(head("Connection: close", LENGTH) + BODY)
+        assert connection.answer().status == 200
+        assert connection.is_closed()

@@ -1,4 +1,4 @@
-"""Split mock requests in bad weather: faults of every kind come and go, clients leave, and no word is ever wrong."""
+"""Split mock requests under random faults and disconnects: no response ever has a wrong word."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import aiohttp
 import pytest
 
 from mockgpu.text import expected_text
-from tests.e2e.mock_pair import PROMPT, Pair, pair
+from tests.e2e.mock_pair import PROMPT, MockPair, mock_pair
 
-ANYWHERE = ("", "kv-lost@0.3", "die-in-pull@0.1", "die-in-transfer@0.1", "die-in-prefill@0.1", "freeze@0-0.3")
+ANYWHERE = (
+    "",
+    "kv-lost@0.3",
+    "die-in-pull@0.1",
+    "die-in-transfer@0.1",
+    "die-in-prefill@0.1",
+    "freeze@0-0.3",
+)
 ON_THE_WIRE = (
     "wire-corrupt:after=100@0-0.2",
     "wire-cut:after=50@0-0.2",
@@ -21,17 +28,19 @@ ON_THE_WIRE = (
 )
 
 
-class Weather:
-    """Sets one fault after another on one group after the other, and mends each."""
+class FaultInjector:
+    """Sets random faults on random groups, one at a time, and clears each after a while."""
 
-    def __init__(self, groups: Pair, faults: tuple[str, ...], rng: Random) -> None:
+    def __init__(self, groups: MockPair, faults: tuple[str, ...], rng: Random) -> None:
         self._groups, self._faults, self._rng = groups, faults, rng
 
-    async def blow(self) -> None:
+    async def run(self) -> None:
         while True:
             member = self._rng.choice([self._groups.prefill, self._groups.decode])
             url = member.url + "/mock/fault"
-            async with self._groups.http.post(url, json={"spec": self._rng.choice(self._faults)}) as response:
+            async with self._groups.http.post(
+                url, json={"spec": self._rng.choice(self._faults)}
+            ) as response:
                 assert response.status == 200
             await asyncio.sleep(self._rng.random() * 0.4)
             async with self._groups.http.delete(url):
@@ -43,8 +52,8 @@ class Weather:
                 pass
 
 
-async def told(groups: Pair, body: dict[str, Any], patience_s: float | None) -> str | None:
-    """The words of one request; None when it failed, or its client left."""
+async def ask(groups: MockPair, body: dict[str, Any], patience_s: float | None) -> str | None:
+    """Return the text of one request; None if it failed or the client disconnected."""
     request = asyncio.create_task(groups.split(body))
     if patience_s is not None:
         await asyncio.sleep(patience_s)
@@ -58,36 +67,46 @@ async def told(groups: Pair, body: dict[str, Any], patience_s: float | None) -> 
 
 @pytest.mark.parametrize(
     ("dialect", "transport", "recompute"),
-    [("vllm_nixl", "tcp", True), ("mooncake", "tcp", False), ("sglang", "auto", False), ("trtllm", "inproc", True)],
+    [
+        ("vllm_nixl", "tcp", True),
+        ("mooncake", "tcp", False),
+        ("sglang", "auto", False),
+        ("trtllm", "inproc", True),
+    ],
 )
-async def test_no_word_is_wrong_in_any_weather_and_all_is_given_back_after_it(
+async def test_no_response_is_wrong_under_random_faults_and_all_kv_is_freed_after_them(
     dialect: str, transport: str, recompute: bool
 ) -> None:
     rng = Random(f"{dialect}/{transport}")
     kv = {"transport": transport, "wait_s": 1.0, "lease_s": 1.0, "wire_faults": transport == "tcp"}
     faults = ANYWHERE + (ON_THE_WIRE if transport == "tcp" else ())
-    options: dict[str, Any] = {"kv": kv, "speed": 30.0, "kv_tokens": 12_000, "decode": {"recompute": recompute}}
-    async with pair(dialect, (2, 4), **options) as groups:
-        weather = Weather(groups, faults, rng)
-        blowing = asyncio.create_task(weather.blow())
-        asked = right = 0
+    options: dict[str, Any] = {
+        "kv": kv,
+        "speed": 30.0,
+        "kv_tokens": 12_000,
+        "decode": {"recompute": recompute},
+    }
+    async with mock_pair(dialect, (2, 4), **options) as groups:
+        injector = FaultInjector(groups, faults, rng)
+        injecting = asyncio.create_task(injector.run())
+        sent = right = 0
 
         async def client() -> None:
-            nonlocal asked, right
-            while asked < 50 or right < 15:
-                asked += 1
+            nonlocal sent, right
+            while sent < 50 or right < 15:
+                sent += 1
                 prompt = f"{rng.randrange(30)} " + PROMPT * rng.randrange(1, 10)
                 body = {"prompt": prompt, "max_tokens": rng.randrange(1, 40)}
-                words = await told(groups, body, rng.random() * 0.1 if rng.random() < 0.3 else None)
+                words = await ask(groups, body, rng.random() * 0.1 if rng.random() < 0.3 else None)
                 assert words in (None, expected_text(body, body["max_tokens"]))
                 right += words is not None
-                # A dead group refuses so fast that its death would befall all.
+                # A dead group fails requests so fast that it would consume all of them.
                 await asyncio.sleep(0.02 if words is None else 0)
 
         async with asyncio.timeout(60):
             await asyncio.gather(*(client() for _ in range(10)))
-        assert not blowing.done()
-        blowing.cancel()
-        await asyncio.gather(blowing, return_exceptions=True)
-        await weather.clear()
+        assert not injecting.done()
+        injecting.cancel()
+        await asyncio.gather(injecting, return_exceptions=True)
+        await injector.clear()
         await groups.at_rest(within_s=10)

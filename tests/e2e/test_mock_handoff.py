@@ -1,5 +1,6 @@
-"""Split requests between mock groups, in each engine's contract. The words prove the transfer: they are drawn from the
-KV that the decode group really holds, so they are the aggregated answer's only if every byte is in its place.
+"""Split requests between mock groups in each engine's dialect.
+
+The text proves the transfer: the mock derives it from the KV that the decode group holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 from kvtransfer.transports.tls_links import TlsLink
 from mockgpu.text import expected_text
 from tests.contract.kvtransfer.links import tls_files
-from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair
+from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 
@@ -23,7 +24,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return words
 
 
-async def splits_right(groups: Pair, body: dict[str, Any]) -> dict[str, Any]:
+async def assert_split_answer_is_right(groups: MockPair, body: dict[str, Any]) -> dict[str, Any]:
     status, answer = await groups.split(body)
     assert status == 200, answer
     assert text_of(answer) == expected_text(body, body["max_tokens"])
@@ -31,10 +32,12 @@ async def splits_right(groups: Pair, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_split_answer_is_the_aggregated_one(dialect: str) -> None:
-    async with pair(dialect) as groups:
+async def test_a_split_request_returns_the_text_of_one_group_alone(dialect: str) -> None:
+    async with mock_pair(dialect) as groups:
         for n, words in ((1, 1), (7, 20), (40, 50)):
-            await splits_right(groups, {"prompt": f"{n} " + PROMPT * n, "max_tokens": words})
+            await assert_split_answer_is_right(
+                groups, {"prompt": f"{n} " + PROMPT * n, "max_tokens": words}
+            )
         await groups.at_rest()
         connector = "vllm:mooncake" if dialect == "mooncake" else "vllm:nixl"
         assert await groups.metric(groups.decode, f"{connector}_xfer_time_seconds_count") == 3
@@ -43,16 +46,21 @@ async def test_a_split_answer_is_the_aggregated_one(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_many_at_once_that_share_their_beginning_stay_apart(dialect: str) -> None:
-    async with pair(dialect, (2, 4), kv={"transport": "tcp"}) as groups:
-        bodies = [{"prompt": PROMPT + f"Question {i}? " * (i % 7 + 1), "max_tokens": 5 + i % 9} for i in range(40)]
-        await asyncio.gather(*(splits_right(groups, body) for body in bodies))
+async def test_concurrent_requests_with_a_common_prefix_get_their_own_text(dialect: str) -> None:
+    async with mock_pair(dialect, (2, 4), kv={"transport": "tcp"}) as groups:
+        bodies = [
+            {"prompt": PROMPT + f"Question {i}? " * (i % 7 + 1), "max_tokens": 5 + i % 9}
+            for i in range(40)
+        ]
+        await asyncio.gather(*(assert_split_answer_is_right(groups, body) for body in bodies))
         await groups.at_rest()
 
 
-async def test_groups_with_certificates_hand_kv_over_by_tls() -> None:
-    async with pair("vllm_nixl", (4, 2), kv={"transport": "tcp", "tls": tls_files()}) as groups:
-        await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
+async def test_groups_with_certificates_transfer_kv_over_tls() -> None:
+    async with mock_pair(
+        "vllm_nixl", (4, 2), kv={"transport": "tcp", "tls": tls_files()}
+    ) as groups:
+        await assert_split_answer_is_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
         agent = groups.decode.half and groups.decode.half.agent
         assert agent is not None
@@ -61,9 +69,9 @@ async def test_groups_with_certificates_hand_kv_over_by_tls() -> None:
 
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp", "shm", "auto"])
-async def test_every_transport_brings_the_same_bytes(transport: str) -> None:
-    async with pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
-        await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
+async def test_every_transport_delivers_the_same_kv(transport: str) -> None:
+    async with mock_pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
+        await assert_split_answer_is_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
         assert groups.decode.half is not None
         assert groups.decode.half.agent is not None
@@ -73,25 +81,33 @@ async def test_every_transport_brings_the_same_bytes(transport: str) -> None:
 
 @pytest.mark.parametrize("model", ["demo-8b", "deepseek-v3"])
 @pytest.mark.parametrize("tps", [(4, 2), (2, 4), (8, 8), (1, 16)])
-async def test_groups_of_other_shapes_re_cut_the_cache(tps: tuple[int, int], model: str) -> None:
-    async with pair("vllm_nixl", tps, model=model) as groups:
-        await splits_right(groups, BODY)
-        await splits_right(groups, BODY | {"prompt": PROMPT * 9 + "!"})
+async def test_groups_of_different_tp_sizes_reshard_the_kv(
+    tps: tuple[int, int], model: str
+) -> None:
+    async with mock_pair("vllm_nixl", tps, model=model) as groups:
+        await assert_split_answer_is_right(groups, BODY)
+        await assert_split_answer_is_right(groups, BODY | {"prompt": PROMPT * 9 + "!"})
         await groups.at_rest()
 
 
-async def test_a_chat_is_split_and_continued() -> None:
+async def test_the_next_turn_of_a_split_chat_transfers_only_its_new_tokens() -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40}
-    async with pair("vllm_nixl") as groups:
+    async with mock_pair("vllm_nixl") as groups:
         status, answer = await groups.split(chat, "/v1/chat/completions")
         assert status == 200
         assert text_of(answer) == expected_text(chat, 40)
-        said = {"role": "assistant", "content": text_of(answer)}
-        turn = chat | {"messages": [*chat["messages"], said, {"role": "user", "content": "And then?"}]}
+        assistant_turn = {"role": "assistant", "content": text_of(answer)}
+        turn = chat | {
+            "messages": [
+                *chat["messages"],
+                assistant_turn,
+                {"role": "user", "content": "And then?"},
+            ]
+        }
         before = await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum")
         status, answer = await groups.split(turn, "/v1/chat/completions")
         assert text_of(answer) == expected_text(turn, 40)
-        # The decode group has the first turn, its own answer included: it fetches the second alone.
+        # The decode group already has the first turn and its response, so it fetches the rest only.
         moved = await groups.metric(groups.decode, "vllm:nixl_bytes_transferred_sum") - before
         assert 0 < moved < before / 4
         await groups.at_rest()

@@ -1,4 +1,4 @@
-"""Split requests that go wrong: no wrong word is ever said, nothing stays held, and who is to blame is told."""
+"""Failing split requests between mock groups: no wrong text is returned and nothing stays held."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from mockgpu.fleet import Member
 from mockgpu.text import expected_text
-from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
+from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.e2e.processes import ENV
 from tests.fair_time import at_most, pace
 from tests.ports import free_port
@@ -28,13 +28,13 @@ WORDS = expected_text(LONG, 12)
 PUSHES = ("vllm_push", "mooncake", "sglang")
 
 
-async def fault(groups: Pair, member: Member, what: str) -> None:
+async def fault(groups: MockPair, member: Member, what: str) -> None:
     async with groups.http.post(member.url + "/mock/fault", json={"spec": what}) as response:
         assert response.status == 200, await response.text()
 
 
-async def attempt(groups: Pair, body: dict[str, Any] = LONG) -> str | None:
-    """The words of a split answer; None when it failed, whichever leg did."""
+async def attempt(groups: MockPair, body: dict[str, Any] = LONG) -> str | None:
+    """Return the text of a split request; None if either leg failed."""
     try:
         status, answer = await groups.split(body)
     except (AssertionError, aiohttp.ClientError):
@@ -43,20 +43,20 @@ async def attempt(groups: Pair, body: dict[str, Any] = LONG) -> str | None:
 
 
 @asynccontextmanager
-async def bad_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterator[Pair]:
-    """Groups that are joined by a wire that can be harmed."""
-    async with pair(
+async def fault_prone_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterator[MockPair]:
+    """Start two groups joined by a connection on which faults can be injected."""
+    async with mock_pair(
         dialect, kv={"transport": "tcp", "wire_faults": True, "wait_s": 2.0, "lease_s": 2.0} | kv
     ) as groups:
         yield groups
 
 
-# --- the proof itself
+# The text proves the transfer
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_one_bit_of_kv_turned_before_it_left_gives_other_words_of_the_same_number(dialect: str) -> None:
-    async with pair(dialect) as groups:
+async def test_one_flipped_bit_of_kv_changes_the_text_but_not_its_length(dialect: str) -> None:
+    async with mock_pair(dialect) as groups:
         await fault(groups, groups.prefill, "kv-corrupt")
         words = await attempt(groups)
         assert words is not None
@@ -65,8 +65,8 @@ async def test_one_bit_of_kv_turned_before_it_left_gives_other_words_of_the_same
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 1
 
 
-async def test_wrong_kv_stays_wrong_for_all_who_share_it() -> None:
-    async with pair() as groups:
+async def test_corrupted_kv_affects_every_request_that_shares_it() -> None:
+    async with mock_pair() as groups:
         await fault(groups, groups.prefill, "kv-corrupt")
         assert await attempt(groups) != WORDS
         await fault(groups, groups.prefill, "")
@@ -75,12 +75,12 @@ async def test_wrong_kv_stays_wrong_for_all_who_share_it() -> None:
         assert answer["choices"][0]["text"] != WORDS
 
 
-# --- the engine's port
+# The engine's port
 
 
-async def test_an_engine_that_finds_its_port_taken_is_none_until_it_comes_back_again() -> None:
+async def test_an_engine_whose_port_is_taken_does_not_serve_until_it_restarts() -> None:
     port = free_port()
-    async with pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
+    async with mock_pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
         assert await attempt(groups) == WORDS
         half = groups.prefill.half
         assert half is not None
@@ -97,22 +97,24 @@ async def test_an_engine_that_finds_its_port_taken_is_none_until_it_comes_back_a
         assert await attempt(groups) == WORDS
 
 
-# --- the wire
+# Faults on the connection between the groups
 
 
-@pytest.mark.parametrize("harm", ["wire-corrupt:after=20", "wire-corrupt:after=700", "wire-cut:after=300"])
-async def test_harm_on_the_wire_fails_the_request_or_it_is_computed_again_but_no_word_is_wrong(harm: str) -> None:
+@pytest.mark.parametrize(
+    "fault_spec", ["wire-corrupt:after=20", "wire-corrupt:after=700", "wire-cut:after=300"]
+)
+async def test_a_damaged_transfer_fails_the_request_or_is_recomputed(fault_spec: str) -> None:
     for recompute in (False, True):
-        async with bad_pair(recompute=recompute) as groups:
-            await fault(groups, groups.prefill, harm)
+        async with fault_prone_pair(recompute=recompute) as groups:
+            await fault(groups, groups.prefill, fault_spec)
             assert await attempt(groups) == (WORDS if recompute else None)
             await fault(groups, groups.prefill, "")
             assert await attempt(groups) == WORDS
             await groups.at_rest()
 
 
-async def test_bytes_said_twice_end_the_link_and_no_word_is_wrong() -> None:
-    async with bad_pair() as groups:
+async def test_replayed_bytes_end_the_link_and_no_text_is_wrong() -> None:
+    async with fault_prone_pair() as groups:
         await fault(groups, groups.prefill, "wire-replay:after=0")
         for n in range(4):
             body = LONG | {"prompt": f"{n} " + PROMPT * 20}
@@ -122,22 +124,24 @@ async def test_bytes_said_twice_end_the_link_and_no_word_is_wrong() -> None:
         await groups.at_rest()
 
 
-async def test_a_silent_giver_is_noticed_within_a_second_and_its_late_bytes_touch_nobody() -> None:
-    async with bad_pair(recompute=True) as groups:
+async def test_a_stalled_prefill_group_is_detected_and_its_late_bytes_change_nothing() -> None:
+    async with fault_prone_pair(recompute=True) as groups:
         assert await attempt(groups) == WORDS
         body = LONG | {"prompt": "fresh " + PROMPT * 20}
         await fault(groups, groups.prefill, "wire-stall")
         async with at_most(1.5):
             assert await attempt(groups, body) == expected_text(body, 12)
-        # What was held back comes now, when its blocks may be another's.
+        # The delayed bytes arrive now, when their blocks may belong to another request.
         await fault(groups, groups.prefill, "")
         bodies = [LONG | {"prompt": f"{n} " + PROMPT * 20} for n in range(6)]
-        assert await asyncio.gather(*(attempt(groups, b) for b in bodies)) == [expected_text(b, 12) for b in bodies]
+        assert await asyncio.gather(*(attempt(groups, b) for b in bodies)) == [
+            expected_text(b, 12) for b in bodies
+        ]
         await groups.at_rest()
 
 
-async def test_a_frozen_giver_is_noticed_and_thaws_without_harm() -> None:
-    async with pair(kv={"recompute": True, "lease_s": 2.0}) as groups:
+async def test_a_frozen_prefill_group_is_detected_and_recovers() -> None:
+    async with mock_pair(kv={"recompute": True, "lease_s": 2.0}) as groups:
         assert await attempt(groups) == WORDS
         body = LONG | {"prompt": "fresh " + PROMPT * 20}
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -156,20 +160,23 @@ async def test_a_frozen_giver_is_noticed_and_thaws_without_harm() -> None:
         await groups.at_rest()
 
 
-async def test_faults_of_the_wire_need_a_wire_of_ours() -> None:
+async def test_connection_faults_are_refused_without_wire_faults_enabled() -> None:
     async with (
-        pair() as groups,
+        mock_pair() as groups,
         groups.http.post(groups.prefill.url + "/mock/fault", json={"spec": "wire-cut"}) as response,
     ):
         assert response.status == 400
 
 
-# --- deaths
+# Dying engines
 
 
-async def comes_back(groups: Pair) -> bool:
-    """Whether right words come again. A pushing decode group may remember the address of the engine that died once; an
-    attempt on a starved machine may run out of its second."""
+async def recovers(groups: MockPair) -> bool:
+    """Return whether a right response comes within six attempts.
+
+    A pushing decode group may still use the address of the dead engine, and an attempt may time out
+    on a busy machine.
+    """
     for _ in range(6):
         if await attempt(groups) == WORDS:
             return True
@@ -187,11 +194,13 @@ async def comes_back(groups: Pair) -> bool:
         ("prefill", "kv-lost"),
     ],
 )
-async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back(
+async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_recover(
     dialect: str, where: str, what: str
 ) -> None:
     soon_s = 1.0 * pace()
-    async with pair(dialect, kv={"transport": "tcp", "wait_s": soon_s, "lease_s": soon_s}, speed=200.0) as groups:
+    async with mock_pair(
+        dialect, kv={"transport": "tcp", "wait_s": soon_s, "lease_s": soon_s}, speed=200.0
+    ) as groups:
         victim = groups.prefill if where == "prefill" else groups.decode
         await fault(groups, victim, what)
         assert await attempt(groups) in (None, WORDS)
@@ -200,18 +209,22 @@ async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back
         async with groups.http.delete(victim.url + "/mock/fault") as response:
             assert response.status == 200
         await groups.at_rest()
-        assert await comes_back(groups)
+        assert await recovers(groups)
         await groups.at_rest()
 
 
-# --- the client leaves
+# Disconnecting clients
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("after_s", [0.0, 0.002, 0.006, 0.012, 0.025, 0.05])
-async def test_whenever_the_client_leaves_both_sides_are_free_at_once(dialect: str, after_s: float) -> None:
+async def test_a_client_that_disconnects_at_any_time_frees_both_groups_at_once(
+    dialect: str, after_s: float
+) -> None:
     body = LONG | {"max_tokens": 400}
-    async with pair(dialect, kv={"transport": "tcp", "wait_s": 0.4, "lease_s": 0.4}, speed=4.0) as groups:
+    async with mock_pair(
+        dialect, kv={"transport": "tcp", "wait_s": 0.4, "lease_s": 0.4}, speed=4.0
+    ) as groups:
         request = asyncio.create_task(groups.split(body))
         await asyncio.sleep(after_s)
         request.cancel()
@@ -219,8 +232,10 @@ async def test_whenever_the_client_leaves_both_sides_are_free_at_once(dialect: s
 
 
 @pytest.mark.parametrize("dialect", PUSHES)
-async def test_a_decode_leg_left_while_it_waits_frees_its_room_within_a_quarter_second(dialect: str) -> None:
-    async with pair(dialect, kv={"transport": "tcp"}) as groups:
+async def test_a_decode_leg_closed_while_it_waits_frees_its_blocks_within_a_quarter_second(
+    dialect: str,
+) -> None:
+    async with mock_pair(dialect, kv={"transport": "tcp"}) as groups:
         number = next(rooms)
         _, take = groups.legs(LONG, number)
         leg = asyncio.create_task(groups.post(groups.decode, take, f"r{number}"))
@@ -232,8 +247,10 @@ async def test_a_decode_leg_left_while_it_waits_frees_its_room_within_a_quarter_
                 await asyncio.sleep(0)
 
 
-async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:
-    async with pair("vllm_nixl", kv={"transport": "tcp", "lease_s": 3.0}, speed=20.0) as groups:
+async def test_many_disconnecting_clients_do_not_affect_the_others() -> None:
+    async with mock_pair(
+        "vllm_nixl", kv={"transport": "tcp", "lease_s": 3.0}, speed=20.0
+    ) as groups:
         bodies = [{"prompt": f"{n} " + PROMPT * (n % 9 + 1), "max_tokens": 30} for n in range(60)]
         tasks = [asyncio.create_task(attempt(groups, body)) for body in bodies]
         for n, task in enumerate(tasks):
@@ -245,23 +262,34 @@ async def test_a_storm_of_leaving_clients_leaves_the_rest_unharmed() -> None:
         await groups.at_rest(10.0)
 
 
-# --- real processes
+# Real processes
 
 
 class Process:
-    """One group in a process of its own."""
+    """One mock group in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        self.url: str = told["ready"]
+        ready_line = json.loads(process.stdout.readline())
+        self.url: str = ready_line["ready"]
 
 
 @asynccontextmanager
 async def processes(*options: str) -> AsyncIterator[tuple[Process, Process]]:
-    """A prefill and a decode group, each a process; ended by their pid."""
-    command = [sys.executable, "-m", "mockgpu", "--port", "0", "--speed", "0", "--json", "--kv-tokens", "16384"]
+    """Run a prefill and a decode group as processes."""
+    command = [
+        sys.executable,
+        "-m",
+        "mockgpu",
+        "--port",
+        "0",
+        "--speed",
+        "0",
+        "--json",
+        "--kv-tokens",
+        "16384",
+    ]
     command += ["--dialect", "vllm_nixl", *options]
     running = [
         subprocess.Popen([*command, "--role", role], stdout=subprocess.PIPE, text=True, env=ENV)
@@ -270,29 +298,40 @@ async def processes(*options: str) -> AsyncIterator[tuple[Process, Process]]:
     try:
         yield Process(running[0]), Process(running[1])
     finally:
-        for each in running:
-            each.kill()
-            each.wait()
-            assert each.stdout is not None
-            each.stdout.close()
+        for process in running:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
-async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+async def post(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
     async with http.post(url + "/v1/completions", json=body) as response:
         return response.status, await response.json()
 
 
-GIVE = {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+GIVE = {
+    "max_tokens": 1,
+    "min_tokens": 1,
+    "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+}
 
 
-async def test_separate_processes_split_too_and_a_stopped_or_killed_giver_is_noticed() -> None:
-    async with processes("--kv-load-failure-policy", "recompute") as (prefill, decode), aiohttp.ClientSession() as http:
+async def test_separate_processes_detect_a_stopped_or_killed_prefill_group() -> None:
+    async with (
+        processes("--kv-load-failure-policy", "recompute") as (prefill, decode),
+        aiohttp.ClientSession() as http,
+    ):
         for number in (signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL):
             body = LONG | {"prompt": f"{number} " + PROMPT * 20}
             _, first = await post(http, prefill.url, body | GIVE)
             prefill.process.send_signal(number)
             began = time.monotonic()
-            status, answer = await post(http, decode.url, body | {"kv_transfer_params": first["kv_transfer_params"]})
+            status, answer = await post(
+                http, decode.url, body | {"kv_transfer_params": first["kv_transfer_params"]}
+            )
             assert (status, answer["choices"][0]["text"]) == (200, expected_text(body, 12))
             assert time.monotonic() - began < 4 * pace()
             prefill.process.send_signal(signal.SIGCONT)

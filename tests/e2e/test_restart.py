@@ -1,4 +1,6 @@
-"""SIGUSR2 under load: nothing is refused or cut, and the successor knows what the old process had learned."""
+"""SIGUSR2 under load: no request is refused or truncated, and the successor keeps the learned
+state.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.restart_house import ended, is_alive, learned, restart, traffic, until_gone
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+from tests.e2e.restart_traffic import (
+    is_alive,
+    killing_successors,
+    learned_state,
+    restart,
+    traffic,
+    until_gone,
+)
 from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
@@ -35,48 +44,62 @@ def engines() -> Iterator[list[str]]:
         yield urls
 
 
-def asked(kept: http.client.HTTPConnection, path: str, body: bytes | None = None) -> tuple[int, str | None]:
-    """The status of an answer on a kept connection, and what it says about that connection."""
+def send(
+    connection: http.client.HTTPConnection, path: str, body: bytes | None = None
+) -> tuple[int, str | None]:
+    """Send a request on an open connection. Returns the status and the Connection header."""
     headers = {} if body is None else {"content-type": "application/json"}
-    kept.request("GET" if body is None else "POST", path, body, headers)
-    answer = kept.getresponse()
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    answer = connection.getresponse()
     answer.read()
     return answer.status, answer.getheader("connection")
 
 
-async def idle_connections(home: Gateway) -> None:
-    """One of ordinary requests, one on the other parser: each gets one more answer from the old process."""
+async def check_idle_connections(gateway: GatewayProcess) -> None:
+    """Check that the old process answers one more request on each idle connection.
+
+    One connection sent a chat, the other a GET, so that both HTTP parsers are covered.
+    """
     chat = b'{"model": "demo-8b", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}'
-    ways: list[tuple[str, bytes | None]] = [("/v1/chat/completions", chat), ("/v1/models", None)]
-    kept = [http.client.HTTPConnection("127.0.0.1", home.port, timeout=PATIENCE_S) for _ in ways]
-    for connection, (path, body) in zip(kept, ways, strict=True):
-        status, said = await asyncio.to_thread(asked, connection, path, body)
-        assert (status, said) in ((200, None), (200, "keep-alive"))
-    successor = await restart(home, home.pid)
-    for connection, (path, body) in zip(kept, ways, strict=True):
-        answered = await asyncio.to_thread(asked, connection, path, body)
+    requests: list[tuple[str, bytes | None]] = [
+        ("/v1/chat/completions", chat),
+        ("/v1/models", None),
+    ]
+    connections = [
+        http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S) for _ in requests
+    ]
+    for connection, (path, body) in zip(connections, requests, strict=True):
+        status, connection_header = await asyncio.to_thread(send, connection, path, body)
+        assert (status, connection_header) in ((200, None), (200, "keep-alive"))
+    successor = await restart(gateway, gateway.pid)
+    for connection, (path, body) in zip(connections, requests, strict=True):
+        answered = await asyncio.to_thread(send, connection, path, body)
         assert (path, *answered) == (path, 200, "close")
-    await until_gone(home.pid)
+    await until_gone(gateway.pid)
     os.kill(successor, signal.SIGTERM)
     await until_gone(successor)
 
 
-def test_an_idle_connection_gets_one_more_answer_which_says_that_it_closes(tmp_path: Path, engines: list[str]) -> None:
-    config = CONFIG.format(*engines, dead=free_port()).replace("idle_timeout: 2s", "idle_timeout: 60s")
-    with gateway(tmp_path, config, "") as home, ended(home):
-        asyncio.run(idle_connections(home))
+def test_an_idle_connection_gets_one_more_response_with_connection_close(
+    tmp_path: Path, engines: list[str]
+) -> None:
+    config = CONFIG.format(*engines, dead=free_port()).replace(
+        "idle_timeout: 2s", "idle_timeout: 60s"
+    )
+    with gateway_process(tmp_path, config, "") as gateway, killing_successors(gateway):
+        asyncio.run(check_idle_connections(gateway))
 
 
-async def restarted_twice(home: Gateway) -> None:
-    async with traffic(home.url, streams=12, shorts=2) as load:
+async def restart_twice(gateway: GatewayProcess) -> None:
+    async with traffic(gateway.url, streams=12, shorts=2) as load:
         await asyncio.sleep(2.0)
-        before = learned(home)
-        pids = [home.pid]
+        before = learned_state(gateway)
+        pids = [gateway.pid]
         for _ in range(2):
-            pids.append(await restart(home, pids[-1]))
-            after = learned(home)
+            pids.append(await restart(gateway, pids[-1]))
+            after = learned_state(gateway)
             assert after["index_bytes"] >= 0.9 * before["index_bytes"] > 0
-            # Answers that report fewer cached tokens than believed lower this at any time, restart or not.
+            # Responses that report fewer cached tokens than predicted also lower this.
             assert after["held_tokens"] >= 0.5 * before["held_tokens"] > 0
             assert after["states"]["dead"] == before["states"]["dead"] == "ejected"
             await asyncio.sleep(1.0)
@@ -88,45 +111,48 @@ async def restarted_twice(home: Gateway) -> None:
     await until_gone(pids[2])
 
 
-def test_two_restarts_under_load_refuse_and_cut_nothing_and_keep_what_was_learned(
+def test_two_restarts_under_load_fail_no_request_and_keep_the_learned_state(
     tmp_path: Path, engines: list[str]
 ) -> None:
-    with gateway(tmp_path, CONFIG.format(*engines, dead=free_port()), "") as home, ended(home):
-        asyncio.run(restarted_twice(home))
-        assert "Traceback" not in home.said, home.said
-        assert home.said.count("restart: restored the state of process") == 2
+    with (
+        gateway_process(tmp_path, CONFIG.format(*engines, dead=free_port()), "") as gateway,
+        killing_successors(gateway),
+    ):
+        asyncio.run(restart_twice(gateway))
+        assert "Traceback" not in gateway.stderr_text, gateway.stderr_text
+        assert gateway.stderr_text.count("restart: restored the state of process") == 2
 
 
-async def until_said(home: Gateway, text: str) -> None:
+async def wait_for_output(gateway: GatewayProcess, text: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while text not in home.said:
+        while text not in gateway.stderr_text:
             await asyncio.sleep(0.05)
 
 
-async def failed_restart(home: Gateway, file: Path) -> None:
+async def fail_then_restart(gateway: GatewayProcess, file: Path) -> None:
     good = file.read_text()
-    async with traffic(home.url, streams=4, shorts=1) as load:
+    async with traffic(gateway.url, streams=4, shorts=1) as load:
         file.write_text(f"{good}\nnonsense: 1\n")
-        os.kill(home.pid, signal.SIGUSR2)
-        await until_said(home, "restart failed: the successor ended with code 1")
+        os.kill(gateway.pid, signal.SIGUSR2)
+        await wait_for_output(gateway, "restart failed: the successor ended with code 1")
         file.write_text(good)
-        assert is_alive(home.pid)
-        successor = await restart_after_failure(home)
+        assert is_alive(gateway.pid)
+        successor = await restart_after_failure(gateway)
     assert load.counts.keys() == {"streams answered", "requests answered"}, load.problems
-    os.kill(successor, signal.SIGTERM)  # while the old process still drains: both have to end
+    os.kill(successor, signal.SIGTERM)  # while the old process still drains
     await until_gone(successor)
-    await until_gone(home.pid)
+    await until_gone(gateway.pid)
 
 
-async def restart_after_failure(home: Gateway) -> int:
-    home.forget("restart failed")
-    return await restart(home, home.pid)
+async def restart_after_failure(gateway: GatewayProcess) -> int:
+    gateway.drop_lines("restart failed")
+    return await restart(gateway, gateway.pid)
 
 
-def test_a_successor_that_cannot_start_leaves_the_old_process_serving_and_its_reason_is_told(
+def test_a_successor_that_cannot_start_leaves_the_old_process_serving_and_is_logged(
     tmp_path: Path, engines: list[str]
 ) -> None:
     config = CONFIG.format(*engines, dead=free_port()) + "reload: {watch: false}\n"
-    with gateway(tmp_path, config, "") as home, ended(home):
-        asyncio.run(failed_restart(home, tmp_path / "gateway.yaml"))
-        assert "nonsense" in home.said
+    with gateway_process(tmp_path, config, "") as gateway, killing_successors(gateway):
+        asyncio.run(fail_then_restart(gateway, tmp_path / "gateway.yaml"))
+        assert "nonsense" in gateway.stderr_text

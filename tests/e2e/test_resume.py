@@ -1,4 +1,4 @@
-"""kill -9 of a TP group under open streams, as the official SDK reads it: every word once, and none is missing."""
+"""kill -9 of a TP group with open streams: the official SDK reads every word exactly once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from mockgpu.text import expected_text
-from tests.chaos.stage import Mock
-from tests.e2e.processes import Gateway, gateway
+from tests.chaos.fleet_processes import MockProcess
+from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.scraped import total
 
 STREAMS, TOKENS = 20, 50
@@ -26,22 +26,30 @@ pools:
 
 
 @pytest.fixture
-def mocks() -> Iterator[list[Mock]]:
-    made = [Mock(0.05) for _ in range(2)]  # so slow that its clients cannot fall behind it
+def mocks() -> Iterator[list[MockProcess]]:
+    processes = [MockProcess(0.05) for _ in range(2)]  # slow, so that the clients keep up
     try:
-        for mock in made:
-            mock.ready()
-        yield made
+        for mock in processes:
+            mock.wait_until_ready()
+        yield processes
     finally:
-        for mock in made:
+        for mock in processes:
             mock.end()
 
 
-async def told(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> int:
-    """One stream, read to its end and compared with what an undisturbed one would say; tokens as it counts them."""
-    said = [openai.types.chat.ChatCompletionUserMessageParam(role="user", content=f"What is the depth of {number}?")]
+async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> int:
+    """Read one stream and compare it with an undisturbed one. Returns its completion tokens."""
+    messages = [
+        openai.types.chat.ChatCompletionUserMessageParam(
+            role="user", content=f"What is the depth of {number}?"
+        )
+    ]
     stream = await sdk.chat.completions.create(
-        model="chat", messages=said, max_tokens=TOKENS, stream=True, stream_options={"include_usage": True}
+        model="chat",
+        messages=messages,
+        max_tokens=TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     text, heads, reasons, counted = "", set(), [], []
     async for chunk in stream:
@@ -52,28 +60,36 @@ async def told(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -
             reasons += [choice.finish_reason] if choice.finish_reason else []
         if len(text) == 12:
             begun.release()
-    assert text == expected_text({"messages": said}, TOKENS)
+    assert text == expected_text({"messages": messages}, TOKENS)
     assert {model for _, _, model in heads} == {"chat"}
     assert (len(heads), reasons, len(counted)) == (1, ["length"], 1)
     return counted[0]
 
 
-async def killed_under_them(home: Gateway, victim: Mock) -> tuple[list[int], str]:
+async def kill_during_streams(
+    gateway: GatewayProcess, victim: MockProcess
+) -> tuple[list[int], str]:
     begun = asyncio.Semaphore(0)
-    async with openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="none", max_retries=0) as sdk:
-        streams = [asyncio.create_task(told(sdk, number, begun)) for number in range(STREAMS)]
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0
+    ) as sdk:
+        streams = [
+            asyncio.create_task(read_stream(sdk, number, begun)) for number in range(STREAMS)
+        ]
         for _ in range(STREAMS):
             await begun.acquire()
         assert not any(stream.done() for stream in streams)
         victim.kill()
         counted = await asyncio.gather(*streams)
-    async with aiohttp.ClientSession() as http, http.get(f"{home.admin_url}/metrics") as answer:
+    async with aiohttp.ClientSession() as http, http.get(f"{gateway.admin_url}/metrics") as answer:
         return counted, await answer.text()
 
 
-def test_streams_outlive_the_group_that_began_them_word_for_word(tmp_path: Path, mocks: list[Mock]) -> None:
-    with gateway(tmp_path, CONFIG.format(*(mock.url for mock in mocks))) as home:
-        counted, page = asyncio.run(killed_under_them(home, mocks[0]))
+def test_streams_survive_the_death_of_their_group_word_for_word(
+    tmp_path: Path, mocks: list[MockProcess]
+) -> None:
+    with gateway_process(tmp_path, CONFIG.format(*(mock.url for mock in mocks))) as gateway:
+        counted, page = asyncio.run(kill_during_streams(gateway, mocks[0]))
     assert counted == [TOKENS] * STREAMS
     assert total(page, "penstock_resumes_total", result="resumed") == STREAMS / 2
     assert total(page, "penstock_resumes_total") == STREAMS / 2

@@ -1,4 +1,4 @@
-"""Deaths and harm at every stage of split requests, seen from the client: the right words or a clean error."""
+"""Faults at every stage of split requests: the client gets the right text or a clean error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.split_house import SENTENCE, split_house
+from tests.e2e.split_fleet import SENTENCE, split_fleet
 from tests.fair_time import at_most, pace
 
 DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
@@ -16,7 +16,7 @@ FAST = {"wait_s": SOON_S, "lease_s": SOON_S}
 SPLIT = {"transfer_timeout": f"{SOON_S:.1f}s"}
 
 
-def long(number: int, **members: Any) -> dict[str, Any]:
+def long_prompt(number: int, **members: Any) -> dict[str, Any]:
     return {"prompt": f"{number} " + SENTENCE * 20, "max_tokens": 12} | members
 
 
@@ -35,67 +35,76 @@ def long(number: int, **members: Any) -> dict[str, Any]:
         ("decode", "refuse"),
     ],
 )
-async def test_whichever_endpoint_fails_the_client_gets_the_right_answer_and_nothing_stays_held(
+async def test_one_failing_endpoint_changes_no_response_and_leaves_nothing_held(
     dialect: str, role: str, what: str
 ) -> None:
-    async with split_house(dialect, kv=FAST, split=SPLIT) as house:
-        await house.right(long(0))
-        member = (house.prefill if role == "prefill" else house.decode)[0]
+    async with split_fleet(dialect, kv=FAST, split=SPLIT) as fleet:
+        await fleet.assert_right_answer(long_prompt(0))
+        member = (fleet.prefill if role == "prefill" else fleet.decode)[0]
         member.faults.set(what)
-        await asyncio.gather(*(house.right(long(number)) for number in range(1, 9)))
+        await asyncio.gather(
+            *(fleet.assert_right_answer(long_prompt(number)) for number in range(1, 9))
+        )
         member.faults.clear()
-        await house.at_rest(within_s=7 + SOON_S)  # a decoder asks the bootstrap server of a dead engine for 5 s
+        # A decoder keeps polling the bootstrap server of a dead engine for 5 s.
+        await fleet.at_rest(within_s=7 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_stream_that_dies_after_its_first_words_ends_with_an_error(dialect: str) -> None:
-    async with split_house(dialect, kv=FAST) as house:
-        for member in house.decode:
+async def test_a_stream_that_breaks_after_its_first_tokens_ends_with_an_error(dialect: str) -> None:
+    async with split_fleet(dialect, kv=FAST) as fleet:
+        for member in fleet.decode:
             member.faults.set("die-mid-decode:after=3")
-        body = {"model": "m", "stream": True} | long(1)
-        async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
+        body = {"model": "m", "stream": True} | long_prompt(1)
+        async with fleet.http.post(f"{fleet.app.url}/v1/completions", json=body) as answer:
             raw = await answer.read()
         assert b'data: {"error"' in raw or b'"code":500' in raw
-        for member in house.members:
+        for member in fleet.members:
             member.faults.clear()
-        await house.at_rest(within_s=4 + SOON_S)
+        await fleet.at_rest(within_s=4 + SOON_S)
 
 
-@pytest.mark.parametrize("harm", ["wire-corrupt:after=300", "wire-cut:after=300", "wire-replay:after=0"])
-async def test_harm_on_the_wire_costs_time_and_never_a_word(harm: str) -> None:
+@pytest.mark.parametrize(
+    "fault_spec", ["wire-corrupt:after=300", "wire-cut:after=300", "wire-replay:after=0"]
+)
+async def test_a_damaged_transfer_never_changes_the_text(fault_spec: str) -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
-    async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
-        house.prefill[0].faults.set(harm)
-        await asyncio.gather(*(house.right(long(number)) for number in range(8)))
-        house.prefill[0].faults.clear()
-        await house.at_rest(within_s=4 + SOON_S)
+    async with split_fleet("vllm_nixl", kv=kv, split=SPLIT) as fleet:
+        fleet.prefill[0].faults.set(fault_spec)
+        await asyncio.gather(
+            *(fleet.assert_right_answer(long_prompt(number)) for number in range(8))
+        )
+        fleet.prefill[0].faults.clear()
+        await fleet.at_rest(within_s=4 + SOON_S)
 
 
-async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere() -> None:
+async def test_stalled_transfers_are_detected_and_the_request_is_recomputed() -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
-    async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
+    async with split_fleet("vllm_nixl", kv=kv, split=SPLIT) as fleet:
         for number in range(4):
-            await house.right(long(number))
-        house.prefill[0].faults.set("wire-stall")
-        house.prefill[1].faults.set("wire-stall")
+            await fleet.assert_right_answer(long_prompt(number))
+        fleet.prefill[0].faults.set("wire-stall")
+        fleet.prefill[1].faults.set("wire-stall")
         async with at_most(2.0 + SOON_S):
-            await house.right(long(10))
-        for member in house.prefill:
+            await fleet.assert_right_answer(long_prompt(10))
+        for member in fleet.prefill:
             member.faults.clear()
-        await house.at_rest(within_s=4 + SOON_S)
+        await fleet.at_rest(within_s=4 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_storm_of_clients_that_leave_at_the_first_byte_leaves_nothing_behind(dialect: str) -> None:
-    async with split_house(dialect, speed=50.0) as house:
+async def test_many_clients_that_disconnect_at_the_first_byte_leave_nothing_held(
+    dialect: str,
+) -> None:
+    async with split_fleet(dialect, speed=50.0) as fleet:
 
         async def leave_at_first_byte(number: int) -> None:
-            body = {"model": "m", "stream": True} | long(number, max_tokens=200)
-            async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
+            body = {"model": "m", "stream": True} | long_prompt(number, max_tokens=200)
+            async with fleet.http.post(f"{fleet.app.url}/v1/completions", json=body) as answer:
                 await answer.content.readany()
                 answer.close()
 
-        stays = [house.right(long(number)) for number in range(0, 60, 10)]
-        leaves = [leave_at_first_byte(number) for number in range(60) if number % 10]
-        await asyncio.gather(*stays, *leaves)
-        await house.at_rest(within_s=10)
+        staying = [fleet.assert_right_answer(long_prompt(number)) for number in range(0, 60, 10)]
+        leaving = [leave_at_first_byte(number) for number in range(60) if number % 10]
+        await asyncio.gather(*staying, *leaving)
+        await fleet.at_rest(within_s=10)

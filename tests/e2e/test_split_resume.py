@@ -1,4 +1,4 @@
-"""Streams whose decoder dies in mid-answer: the client reads every word once."""
+"""Split streams whose decoder dies: the client reads every word exactly once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mockgpu.text import expected_text
-from tests.e2e.split_house import MODEL, SENTENCE, SplitHouse, split_house, text_of
+from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet, text_of
 from tests.fair_time import pace
 
 CAN_RESUME = ("vllm_nixl", "vllm_push", "mooncake")
@@ -34,10 +34,10 @@ def chat(number: int) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": TOKENS, "stream": True}
 
 
-async def read(house: SplitHouse, body: dict[str, Any]) -> tuple[bytes, str]:
-    """The bytes of an answer and the endpoint that began it."""
+async def read(fleet: SplitFleet, body: dict[str, Any]) -> tuple[bytes, str]:
+    """Send a request. Returns the bytes of the response and the endpoint that began it."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    async with house.http.post(house.app.url + path, json={"model": MODEL} | body) as answer:
+    async with fleet.http.post(fleet.app.url + path, json={"model": MODEL} | body) as answer:
         assert answer.status == 200
         return await answer.read(), answer.headers["x-penstock-endpoint"]
 
@@ -48,9 +48,9 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
-async def whole(house: SplitHouse, body: dict[str, Any]) -> None:
-    """The answer is word for word that of one undisturbed group, in one consistent stream."""
-    raw, _ = await read(house, body)
+async def assert_undisturbed(fleet: SplitFleet, body: dict[str, Any]) -> None:
+    """Assert that the response is one consistent stream with the text of an undisturbed group."""
+    raw, _ = await read(fleet, body)
     events = events_of(raw)
     assert text_of(raw) == expected_text(body, TOKENS)
     assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
@@ -58,93 +58,95 @@ async def whole(house: SplitHouse, body: dict[str, Any]) -> None:
     assert [reason for reason in reasons if reason] == ["length"]
 
 
-def resumes(house: SplitHouse, **labels: str) -> float:
-    return house.metric("penstock_resumes_total", **labels)
+def resume_count(fleet: SplitFleet, **labels: str) -> float:
+    return fleet.metric("penstock_resumes_total", **labels)
 
 
 @pytest.mark.parametrize("dialect", CAN_RESUME)
 @pytest.mark.parametrize(
     "fault", ["die-mid-decode:after=7", "reset-mid-stream:after=7", "cut:after=7"]
 )
-async def test_a_decoder_that_dies_in_mid_answer_costs_its_clients_no_word(
+async def test_a_decoder_that_dies_during_a_response_loses_no_word(
     dialect: str, fault: str
 ) -> None:
-    async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
-        house.decode[0].faults.set(fault)
+    async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
+        fleet.decode[0].faults.set(fault)
         bodies = [body(number) for number in range(6) for body in (completion, chat)]
-        await asyncio.gather(*(whole(house, body) for body in bodies))
-        house.decode[0].faults.clear()
-        assert resumes(house, result="resumed") >= 1
-        assert resumes(house) == resumes(house, result="resumed")
-        assert house.metric("penstock_completion_tokens_total") == len(bodies) * TOKENS
-        await house.at_rest(within_s=7 + SOON_S)
+        await asyncio.gather(*(assert_undisturbed(fleet, body) for body in bodies))
+        fleet.decode[0].faults.clear()
+        assert resume_count(fleet, result="resumed") >= 1
+        assert resume_count(fleet) == resume_count(fleet, result="resumed")
+        assert fleet.metric("penstock_completion_tokens_total") == len(bodies) * TOKENS
+        await fleet.at_rest(within_s=7 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", CAN_RESUME)
-async def test_counts_and_chunks_are_those_of_an_answer_that_did_not_break(dialect: str) -> None:
-    """The count of cached tokens is the prefiller's, whichever endpoint computed the rest."""
+async def test_a_resumed_stream_has_the_usage_and_chunks_of_an_unbroken_one(dialect: str) -> None:
+    """The cached tokens are those of the prefill group, whichever endpoint computed the rest."""
     options: dict[str, Any] = {"stream_options": {"include_usage": True}}
-    async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
-        await read(house, completion(0))  # concurrent dialects have learned who the prefillers are
+    async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
+        await read(
+            fleet, completion(0)
+        )  # teaches concurrent dialects the prefill engines' identities
         body = completion(1) | options
-        expected = events_of((await read(house, body))[0])
-    async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
-        await read(house, completion(0))
-        for decoder in house.decode:
+        expected = events_of((await read(fleet, body))[0])
+    async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
+        await read(fleet, completion(0))
+        for decoder in fleet.decode:
             decoder.faults.set("cut:after=7")
-        breaking = asyncio.create_task(read(house, body))
+        breaking = asyncio.create_task(read(fleet, body))
         async with asyncio.timeout(10 * pace()):
-            while not house.metric("penstock_upstream_errors_total"):
+            while not fleet.metric("penstock_upstream_errors_total"):
                 await asyncio.sleep(0)
-        for decoder in house.decode:
+        for decoder in fleet.decode:
             decoder.faults.clear()
         events = events_of((await breaking)[0])
         assert [event["choices"] for event in events] == [event["choices"] for event in expected]
         assert [event["usage"] for event in events] == [event["usage"] for event in expected]
-        assert resumes(house, result="resumed") == 1
-        await house.at_rest(within_s=7 + SOON_S)
+        assert resume_count(fleet, result="resumed") == 1
+        await fleet.at_rest(within_s=7 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", CAN_RESUME)
 async def test_without_another_decoder_the_stream_ends_with_an_error(dialect: str) -> None:
     settings = {"models": models(dialect), "health": HEALTH}
-    async with split_house(dialect, groups=(2, 1), kv=FAST, **settings) as house:
-        house.decode[0].faults.set("cut:after=7")
-        raw, endpoint = await read(house, completion(0))
-        assert endpoint == house.decode[0].url.removeprefix("http://")
+    async with split_fleet(dialect, groups=(2, 1), kv=FAST, **settings) as fleet:
+        fleet.decode[0].faults.set("cut:after=7")
+        raw, endpoint = await read(fleet, completion(0))
+        assert endpoint == fleet.decode[0].url.removeprefix("http://")
         assert b'"code":"stream_interrupted"' in raw
         assert b"[DONE]" not in raw
-        assert resumes(house, result="nobody") == 1
-        house.decode[0].faults.clear()
-        await house.at_rest(within_s=7 + SOON_S)
+        assert resume_count(fleet, result="nobody") == 1
+        fleet.decode[0].faults.clear()
+        await fleet.at_rest(within_s=7 + SOON_S)
 
 
 @pytest.mark.parametrize("dialect", CANNOT_RESUME)
 async def test_engines_that_report_no_token_ids_end_a_broken_stream_with_an_error(
     dialect: str,
 ) -> None:
-    async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
-        for decoder in house.decode:
+    async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
+        for decoder in fleet.decode:
             decoder.faults.set("cut:after=7")
-        raw, _ = await read(house, completion(0))
+        raw, _ = await read(fleet, completion(0))
         assert b'"error"' in raw
         assert b"[DONE]" not in raw
-        assert resumes(house) == 0
-        for decoder in house.decode:
+        assert resume_count(fleet) == 0
+        for decoder in fleet.decode:
             decoder.faults.clear()
-        await whole(house, completion(1))
-        await house.at_rest(within_s=7 + SOON_S)
+        await assert_undisturbed(fleet, completion(1))
+        await fleet.at_rest(within_s=7 + SOON_S)
 
 
-async def test_a_client_that_leaves_a_resumed_stream_leaves_nothing_behind() -> None:
+async def test_a_client_that_disconnects_from_a_resumed_stream_leaves_nothing_held() -> None:
     settings = {"models": models("vllm_nixl"), "health": HEALTH}
-    async with split_house("vllm_nixl", kv=FAST, speed=20.0, **settings) as house:
-        house.decode[0].faults.set("cut:after=5")
+    async with split_fleet("vllm_nixl", kv=FAST, speed=20.0, **settings) as fleet:
+        fleet.decode[0].faults.set("cut:after=5")
         for number in range(4):
             body = {"model": MODEL} | completion(number) | {"max_tokens": 400}
-            async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
+            async with fleet.http.post(f"{fleet.app.url}/v1/completions", json=body) as answer:
                 for _ in range(20):
                     await answer.content.readline()
                 answer.close()
-        house.decode[0].faults.clear()
-        await house.at_rest(within_s=10)
+        fleet.decode[0].faults.clear()
+        await fleet.at_rest(within_s=10)

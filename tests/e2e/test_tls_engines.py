@@ -1,4 +1,4 @@
-"""https:// engines behind a path prefix: requests, probes and models, verified on both sides."""
+"""https:// engines behind a path prefix, with certificates verified on both sides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from tests.authority import Authority
-from tests.e2e.processes import ENV, gateway, whole
-from tests.e2e.stub import MODEL, TEXT, Stub, recording_stub
+from tests.e2e.processes import ENV, complete_config, gateway_process
+from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CONFIG = """
@@ -31,18 +31,26 @@ OWN = "ca: ca.pem, certificate: penstock.pem, key: penstock.key, server_name: en
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    made = Authority(tmp_path)
-    made.issue("engine", "engine.example.org")
-    made.issue("penstock", "penstock.example.org")
-    return made
+    issuer = Authority(tmp_path)
+    issuer.issue("engine", "engine.example.org")
+    issuer.issue("penstock", "penstock.example.org")
+    return issuer
 
 
-def engine_context(authority: Authority, *, asks: bool = True, names: list[str | None] | None = None) -> ssl.SSLContext:
-    """TLS of an engine that asks for a client certificate, and writes down the server names it was asked for."""
+def engine_context(
+    authority: Authority,
+    *,
+    requires_client_certificate: bool = True,
+    names: list[str | None] | None = None,
+) -> ssl.SSLContext:
+    """Return the TLS context of an engine. It appends requested server names to `names`.
+
+    requires_client_certificate    whether to require a client certificate
+    """
     folder = authority.ca.parent
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.ca))
     context.load_cert_chain(folder / "engine.pem", folder / "engine.key")
-    context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+    context.verify_mode = ssl.CERT_REQUIRED if requires_client_certificate else ssl.CERT_NONE
     if names is not None:
         context.sni_callback = lambda connection, name, own: names.append(name)
     return context
@@ -61,39 +69,50 @@ def endpoints(admin_url: str) -> Any:
         return json.load(answer)["endpoints"]
 
 
-def prefixed(stub: Stub) -> set[str]:
-    return {path.removeprefix("/some/prefix") for path in stub.gets if path.startswith("/some/prefix/")}
+def prefixed_gets(engine: RecordingEngine) -> set[str]:
+    return {
+        path.removeprefix("/some/prefix")
+        for path in engine.gets
+        if path.startswith("/some/prefix/")
+    }
 
 
-def test_requests_and_probes_go_by_tls_and_the_prefix(tmp_path: Path, authority: Authority) -> None:
+def test_requests_and_probes_use_tls_and_the_prefix(tmp_path: Path, authority: Authority) -> None:
     names: list[str | None] = []
-    with recording_stub(engine_context(authority, names=names)) as stub:
-        with gateway(tmp_path, CONFIG.format(url=stub.url, tls=OWN)) as running:
+    with recording_engine(engine_context(authority, names=names)) as engine:
+        with gateway_process(tmp_path, CONFIG.format(url=engine.url, tls=OWN)) as running:
             assert ask(running.url) == TEXT
             assert ask(running.url, stream=True).split() == TEXT.split()  # type: ignore[union-attr]
-            assert [each["state"] for each in endpoints(running.admin_url)] == ["up"]
-        assert {each.line for each in stub.requests} == {"POST /some/prefix/v1/chat/completions HTTP/1.1"}
-        assert {"/health", "/v1/models", "/metrics"} <= prefixed(stub)
-        assert {path for path in stub.gets if not path.startswith("/some/prefix/")} == set()
+            assert [endpoint["state"] for endpoint in endpoints(running.admin_url)] == ["up"]
+        assert {request.line for request in engine.requests} == {
+            "POST /some/prefix/v1/chat/completions HTTP/1.1"
+        }
+        assert {"/health", "/v1/models", "/metrics"} <= prefixed_gets(engine)
+        assert {path for path in engine.gets if not path.startswith("/some/prefix/")} == set()
         assert set(names) == {"engine.example.org"}
 
 
-@pytest.mark.parametrize("tls", ["ca: ca.pem", "server_name: engine.example.org"], ids=["name", "authority"])
+@pytest.mark.parametrize(
+    "tls", ["ca: ca.pem", "server_name: engine.example.org"], ids=["name", "authority"]
+)
 def test_an_engine_that_cannot_prove_its_identity_gets_no_request(
     tmp_path: Path, authority: Authority, tls: str
 ) -> None:
-    with recording_stub(engine_context(authority, asks=False)) as stub:
-        with gateway(tmp_path, CONFIG.format(url=stub.url, tls=tls)) as running, pytest.raises(openai.APIStatusError):
+    with recording_engine(engine_context(authority, requires_client_certificate=False)) as engine:
+        with (
+            gateway_process(tmp_path, CONFIG.format(url=engine.url, tls=tls)) as running,
+            pytest.raises(openai.APIStatusError),
+        ):
             ask(running.url)
-        assert (stub.requests, stub.gets) == ([], set())
+        assert (engine.requests, engine.gets) == ([], set())
 
 
-def test_verify_false_serves_and_check_warns_of_it(tmp_path: Path, authority: Authority) -> None:
-    with recording_stub(engine_context(authority, asks=False)) as stub:
-        config = CONFIG.format(url=stub.url, tls="verify: false")
-        with gateway(tmp_path, config) as running:
+def test_verify_false_serves_and_check_warns_about_it(tmp_path: Path, authority: Authority) -> None:
+    with recording_engine(engine_context(authority, requires_client_certificate=False)) as engine:
+        config = CONFIG.format(url=engine.url, tls="verify: false")
+        with gateway_process(tmp_path, config) as running:
             assert ask(running.url) == TEXT
-    (tmp_path / "check.yaml").write_text(whole(config))
+    (tmp_path / "check.yaml").write_text(complete_config(config))
     command = [sys.executable, "-m", "gateway", "check", str(tmp_path / "check.yaml")]
     checked = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
     assert "tls.verify" in checked.stdout + checked.stderr
@@ -101,8 +120,10 @@ def test_verify_false_serves_and_check_warns_of_it(tmp_path: Path, authority: Au
 
 def test_doctor_examines_an_engine_over_tls(tmp_path: Path, authority: Authority) -> None:
     file = tmp_path / "doctor.yaml"
-    with recording_stub(engine_context(authority)) as stub:
-        file.write_text(whole(CONFIG.format(url=stub.url, tls=OWN)))
+    with recording_engine(engine_context(authority)) as engine:
+        file.write_text(complete_config(CONFIG.format(url=engine.url, tls=OWN)))
         command = [sys.executable, "-m", "gateway", "doctor", "--config", str(file), "--json"]
-        found = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
-        assert {"/health", "/v1/models"} <= prefixed(stub), found.stdout + found.stderr
+        completed = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
+        assert {"/health", "/v1/models"} <= prefixed_gets(engine), (
+            completed.stdout + completed.stderr
+        )

@@ -1,4 +1,4 @@
-"""Two workers behind one port: one view, one admin server, changes for all or none, deaths, replacement, the end."""
+"""Two workers behind one port: shared view, admin server, reloads, deaths, shutdown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ import aiohttp
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.shared_house import CACHE_FIRST, endpoints, heard_out, metric, page, until
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+from tests.e2e.shared_fleet import (
+    CACHE_FIRST,
+    all_messages_delivered,
+    endpoints,
+    metric,
+    metrics_page,
+    wait_until,
+)
 from tests.fair_time import PATIENCE_S, pace
 from tests.scraped import series
 
@@ -38,58 +45,70 @@ def config(engines: list[str], workers: int, policy: str = "prefix_aware") -> st
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, engines: list[str]) -> Iterator[tuple[Gateway, Path]]:
+def two(
+    tmp_path_factory: pytest.TempPathFactory, engines: list[str]
+) -> Iterator[tuple[GatewayProcess, Path]]:
     folder = tmp_path_factory.mktemp("workers")
-    with gateway(folder, config(engines, 2, CACHE_FIRST)) as running:
+    with gateway_process(folder, config(engines, 2, CACHE_FIRST)) as running:
         yield running, folder / "gateway.yaml"
-        assert "Traceback" not in running.said, running.said
+        assert "Traceback" not in running.stderr_text, running.stderr_text
 
 
-def workers(running: Gateway) -> list[int]:
-    """Their pids: children of the supervisor."""
-    found = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return [int(each) for each in found]
+def worker_pids(running: GatewayProcess) -> list[int]:
+    """Return the pids of the supervisor's children."""
+    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    return [int(pid) for pid in pids]
 
 
-def told(
-    running: Gateway, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+def call_admin(
+    running: GatewayProcess,
+    path: str,
+    method: str = "GET",
+    body: bytes | None = None,
+    **headers: str,
 ) -> tuple[int, Any]:
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    asked = urllib.request.Request(running.admin_url + path, body, headers, method=method)
+    request = urllib.request.Request(running.admin_url + path, body, headers, method=method)
     try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
 async def ask(url: str, prompt: str) -> dict[str, Any]:
-    """Over a connection of its own, so that the kernel chooses a worker; the usage. It must be answered."""
+    """Send a request that must succeed, and return its usage.
+
+    It uses a new connection, so that the kernel chooses the worker.
+    """
     async with (
         aiohttp.ClientSession() as http,
-        http.post(f"{url}/v1/completions", json=BODY | {"prompt": prompt}) as it,
+        http.post(f"{url}/v1/completions", json=BODY | {"prompt": prompt}) as answer,
     ):
-        assert it.status == 200, await it.text()
-        usage: dict[str, Any] = (await it.json())["usage"]
+        assert answer.status == 200, await answer.text()
+        usage: dict[str, Any] = (await answer.json())["usage"]
         return usage
 
 
-async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
-    two: tuple[Gateway, Path], engines: list[str], tmp_path: Path
+async def test_cached_prompts_are_found_by_every_worker(
+    two: tuple[GatewayProcess, Path], engines: list[str], tmp_path: Path
 ) -> None:
-    async def share(running: Gateway, seed: int) -> float:
-        found, total, url = 0, 0, running.url
-        prompts = ["".join(Random(f"{seed} {number}").choices("abcdef ghij", k=8000)) for number in range(24)]
+    async def share(running: GatewayProcess, seed: int) -> float:
+        cached_tokens, total, url = 0, 0, running.url
+        prompts = [
+            "".join(Random(f"{seed} {number}").choices("abcdef ghij", k=8000))
+            for number in range(24)
+        ]
         for turn in range(3):
             for prompt in prompts:
                 usage = await ask(url, prompt + "more words " * 40 * turn)
-                found += usage["prompt_tokens_details"]["cached_tokens"]
+                cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
                 total += usage["prompt_tokens"]
             if running is not alone:
-                until(heard_out([running], "picks"))
-        return found / total
+                wait_until(all_messages_delivered([running], "picks"))
+        return cached_tokens / total
 
-    with gateway(tmp_path, config(engines, 1, CACHE_FIRST)) as alone:
+    with gateway_process(tmp_path, config(engines, 1, CACHE_FIRST)) as alone:
         one = await share(alone, 1)
     both = await share(two[0], 2)
     assert one > 0.5
@@ -100,114 +119,148 @@ async def test_prompts_are_found_in_caches_whichever_worker_was_asked(
     assert len(endpoints(two[0])) == 2
 
 
-async def test_a_scraper_that_takes_openmetrics_gets_exemplars_with_workers_too(two: tuple[Gateway, Path]) -> None:
+async def test_an_openmetrics_scrape_has_exemplars_of_all_workers(
+    two: tuple[GatewayProcess, Path],
+) -> None:
     running, _ = two
     await ask(running.url, "a prompt")
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     request = urllib.request.Request(f"{running.admin_url}/metrics", headers=accept)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
-        families = {each.name: each for each in openmetrics(answer.read().decode())}
-    marked = [each.exemplar for each in families["penstock_ttft_seconds"].samples if each.exemplar]
+        families = {family.name: family for family in openmetrics(answer.read().decode())}
+    marked = [
+        sample.exemplar for sample in families["penstock_ttft_seconds"].samples if sample.exemplar
+    ]
     assert marked
-    assert all(told(running, f"/explain/{each.labels['request_id']}")[0] == 200 for each in marked)
+    assert all(
+        call_admin(running, f"/explain/{exemplar.labels['request_id']}")[0] == 200
+        for exemplar in marked
+    )
     assert families["penstock_workers"].samples[0].value == 2
 
 
-def test_the_live_view_is_of_all_workers(two: tuple[Gateway, Path]) -> None:
+def test_the_live_view_covers_all_workers(two: tuple[GatewayProcess, Path]) -> None:
     running, _ = two
-    _, seen = told(running, "/live")
-    assert seen["totals"]["since_start"]["requests"] == metric(running, "penstock_requests_total")
-    assert sum(each["served"] for each in seen["endpoints"]) == seen["totals"]["ttft"]["count"]
-    assert len(seen["endpoints"]) == 2
-    assert seen["config"]["version"] == 1
+    _, live_view = call_admin(running, "/live")
+    assert live_view["totals"]["since_start"]["requests"] == metric(
+        running, "penstock_requests_total"
+    )
+    assert (
+        sum(endpoint["served"] for endpoint in live_view["endpoints"])
+        == live_view["totals"]["ttft"]["count"]
+    )
+    assert len(live_view["endpoints"]) == 2
+    assert live_view["config"]["version"] == 1
     with urllib.request.urlopen(f"{running.admin_url}/live/stream", timeout=PATIENCE_S) as stream:
         frame = json.loads(stream.readline().removeprefix(b"data: "))
-    assert frame["totals"]["since_start"] == seen["totals"]["since_start"]
-    _, listed = told(running, "/requests?limit=200")
-    assert len(listed["requests"]) == min(200, seen["totals"]["since_start"]["requests"])
+    assert frame["totals"]["since_start"] == live_view["totals"]["since_start"]
+    _, listed = call_admin(running, "/requests?limit=200")
+    assert len(listed["requests"]) == min(200, live_view["totals"]["since_start"]["requests"])
     assert listed["size"] == 1024
-    assert told(running, f"/explain/{listed['requests'][-1]['id']}")[1]["status"] == 200
-    assert (told(running, "/shadow"), told(running, "/canary")) == ((200, {"shadows": []}), (200, {"canaries": []}))
+    assert call_admin(running, f"/explain/{listed['requests'][-1]['id']}")[1]["status"] == 200
+    assert (call_admin(running, "/shadow"), call_admin(running, "/canary")) == (
+        (200, {"shadows": []}),
+        (200, {"canaries": []}),
+    )
     with urllib.request.urlopen(running.admin_url, timeout=PATIENCE_S) as front:
         assert front.headers["X-Frame-Options"] == "DENY"
 
 
-async def test_an_endpoint_that_is_drained_by_hand_gets_nothing_from_any_worker(two: tuple[Gateway, Path]) -> None:
+async def test_a_manually_drained_endpoint_gets_no_request_from_any_worker(
+    two: tuple[GatewayProcess, Path],
+) -> None:
     running, _ = two
     name = endpoints(running)[0]["name"]
-    assert told(running, f"/endpoints/{name}/drain", "POST")[1]["drained"] is True
+    assert call_admin(running, f"/endpoints/{name}/drain", "POST")[1]["drained"] is True
     assert name not in await served_by(running, 12)
-    assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
+    assert call_admin(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
 
 
-async def served_by(running: Gateway, requests: int) -> set[str]:
-    """The endpoints that served so many requests, whichever worker each came to."""
-    found = set()
+async def served_by(running: GatewayProcess, requests: int) -> set[str]:
+    """Send requests, each to the worker the kernel chooses.
+
+    Returns the endpoints that served them.
+    """
+    names = set()
     for number in range(requests):
         async with (
             aiohttp.ClientSession() as http,
-            http.post(f"{running.url}/v1/completions", json=BODY | {"prompt": f"elsewhere {number}"}) as it,
+            http.post(
+                f"{running.url}/v1/completions", json=BODY | {"prompt": f"elsewhere {number}"}
+            ) as answer,
         ):
-            found.add(it.headers["x-penstock-endpoint"])
-    return found
+            names.add(answer.headers["x-penstock-endpoint"])
+    return names
 
 
-def test_a_change_is_taken_by_all_workers_or_by_none(two: tuple[Gateway, Path]) -> None:
+def test_a_change_is_applied_by_all_workers_or_by_none(two: tuple[GatewayProcess, Path]) -> None:
     running, file = two
     text = file.read_bytes()
-    code, answer = told(running, "/config", "PUT", text.replace(b"cache_aware", b"cache_awre"))
+    code, answer = call_admin(
+        running, "/config", "PUT", text.replace(b"cache_aware", b"cache_awre")
+    )
     assert (code, answer["result"]) == (400, "rejected")
     assert answer["problems"][0]["line"] == 5
-    assert told(running, "/config", "PUT", text, If_Match='"9-abc"')[0] == 412
-    code, answer = told(running, "/config", "PUT", text.replace(CACHE_FIRST.encode(), b"least_loaded"))
+    assert call_admin(running, "/config", "PUT", text, If_Match='"9-abc"')[0] == 412
+    code, answer = call_admin(
+        running, "/config", "PUT", text.replace(CACHE_FIRST.encode(), b"least_loaded")
+    )
     assert (code, answer["result"], answer["version"]) == (200, "applied", 2)
-    versions = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
+    versions = [line for line in series(metrics_page(running), VERSION) if line.endswith("1.0")]
     assert versions
     assert all('version="2"' in line for line in versions)
-    code, answer = told(running, "/config/rollback", "POST")
+    code, answer = call_admin(running, "/config/rollback", "POST")
     assert (code, answer["result"], answer["version"]) == (200, "applied", 3)
-    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == CACHE_FIRST
+    assert (
+        call_admin(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"]
+        == CACHE_FIRST
+    )
 
 
-def test_an_edit_of_the_file_is_taken_by_all_workers_and_told_once(two: tuple[Gateway, Path]) -> None:
+def test_an_edit_of_the_file_is_applied_by_all_workers_and_logged_once(
+    two: tuple[GatewayProcess, Path],
+) -> None:
     running, file = two
     fresh = file.with_suffix(".new")
     fresh.write_text(file.read_text().replace(CACHE_FIRST, "round_robin"))
     fresh.replace(file)
-    until(lambda: "reloaded gateway.yaml v4" in running.said)
-    assert running.said.count("reloaded gateway.yaml v4") == 1
-    assert told(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"] == "round_robin"
+    wait_until(lambda: "reloaded gateway.yaml v4" in running.stderr_text)
+    assert running.stderr_text.count("reloaded gateway.yaml v4") == 1
+    assert (
+        call_admin(running, "/config")[1]["config"]["pools"]["main"]["policy"]["name"]
+        == "round_robin"
+    )
 
 
-async def test_a_worker_that_dies_is_replaced_by_one_with_the_configuration_in_force(
-    two: tuple[Gateway, Path],
+async def test_a_dead_worker_is_replaced_by_one_with_the_current_configuration(
+    two: tuple[GatewayProcess, Path],
 ) -> None:
     running, file = two
     text = file.read_bytes().replace(b"round_robin", b"least_loaded")
-    assert told(running, "/config", "PUT", text)[1]["result"] == "applied"
-    before = workers(running)
+    assert call_admin(running, "/config", "PUT", text)[1]["result"] == "applied"
+    before = worker_pids(running)
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: metric(running, "penstock_worker_deaths_total") == 1)
+    wait_until(lambda: metric(running, "penstock_worker_deaths_total") == 1)
     await asyncio.gather(*(ask(running.url, f"meanwhile {number}") for number in range(20)))
-    until(lambda: metric(running, "penstock_workers") == 2)
-    assert set(workers(running)) != set(before)
-    in_force = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
+    wait_until(lambda: metric(running, "penstock_workers") == 2)
+    assert set(worker_pids(running)) != set(before)
+    in_force = [line for line in series(metrics_page(running), VERSION) if line.endswith("1.0")]
     assert {line.partition('version="')[2][0] for line in in_force} == {"5"}
-    assert told(running, "/config", "PUT", text)[1]["result"] == "unchanged"
+    assert call_admin(running, "/config", "PUT", text)[1]["result"] == "unchanged"
 
 
-async def test_replacing_all_workers_under_load_fails_no_request_and_forgets_no_drain(
-    two: tuple[Gateway, Path],
+async def test_replacing_all_workers_under_load_fails_no_request_and_keeps_drains(
+    two: tuple[GatewayProcess, Path],
 ) -> None:
     running, _ = two
-    before, done = set(workers(running)), 0
+    before, done = set(worker_pids(running)), 0
     name = endpoints(running)[0]["name"]
-    told(running, f"/endpoints/{name}/drain", "POST")
+    call_admin(running, f"/endpoints/{name}/drain", "POST")
 
     async def user(number: int) -> None:
         nonlocal done
-        while "were replaced" not in running.said:
+        while "were replaced" not in running.stderr_text:
             await ask(running.url, f"user {number} says {done}")
             done += 1
 
@@ -215,35 +268,40 @@ async def test_replacing_all_workers_under_load_fails_no_request_and_forgets_no_
     os.kill(running.pid, signal.SIGUSR2)
     await users
     assert done > 20
-    until(lambda: len(workers(running)) == 2)
-    assert not before & set(workers(running))
-    assert told(running, "/config")[1]["version"] == 5
+    wait_until(lambda: len(worker_pids(running)) == 2)
+    assert not before & set(worker_pids(running))
+    assert call_admin(running, "/config")[1]["version"] == 5
     assert name not in await served_by(running, 12)
-    assert told(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
+    assert call_admin(running, f"/endpoints/{name}/undrain", "POST")[1]["drained"] is False
 
 
-def test_workers_that_begin_anew_keep_the_number_of_the_version_though_the_folder_has_an_older_one_alone(
+def test_new_workers_keep_the_version_number_when_the_state_folder_has_only_an_older_one(
     tmp_path: Path, engines: list[str]
 ) -> None:
     state = tmp_path / "state"
-    with gateway(tmp_path, config(engines, 2) + f"reload: {{state_dir: {state}}}\n") as running:
+    with gateway_process(
+        tmp_path, config(engines, 2) + f"reload: {{state_dir: {state}}}\n"
+    ) as running:
         text = (tmp_path / "gateway.yaml").read_bytes()
         for policy in (b"round_robin", b"least_loaded"):
-            assert told(running, "/config", "PUT", text.replace(b"prefix_aware", policy))[0] == 200
-        until(lambda: len(list(state.glob("v*.json"))) == 3)
-        for number in (2, 3):  # as if the disk had been full
+            assert (
+                call_admin(running, "/config", "PUT", text.replace(b"prefix_aware", policy))[0]
+                == 200
+            )
+        wait_until(lambda: len(list(state.glob("v*.json"))) == 3)
+        for number in (2, 3):  # as after a full disk
             (state / f"v{number:08d}.json").unlink()
         os.kill(running.pid, signal.SIGUSR2)
-        until(lambda: "were replaced" in running.said)
-        in_force = [line for line in series(page(running), VERSION) if line.endswith("1.0")]
+        wait_until(lambda: "were replaced" in running.stderr_text)
+        in_force = [line for line in series(metrics_page(running), VERSION) if line.endswith("1.0")]
         assert {line.partition('version="')[2][0] for line in in_force} == {"3"}
-        assert told(running, "/config")[1]["version"] == 3
-        assert told(running, "/config", "PUT", text)[1]["version"] == 4
-        assert told(running, "/config")[1]["version"] == 4
+        assert call_admin(running, "/config")[1]["version"] == 3
+        assert call_admin(running, "/config", "PUT", text)[1]["version"] == 4
+        assert call_admin(running, "/config")[1]["version"] == 4
 
 
-def readiness(running: Gateway) -> str:
-    """What it tells a load balancer."""
+def readiness(running: GatewayProcess) -> str:
+    """Return the body of /readyz, which load balancers read."""
     try:
         with urllib.request.urlopen(f"{running.admin_url}/readyz", timeout=PATIENCE_S) as answer:
             return str(answer.read().decode().strip())
@@ -251,29 +309,42 @@ def readiness(running: Gateway) -> str:
         return error.read().decode().strip()
 
 
-def test_the_end_waits_for_balancers_and_answers_and_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_shutdown_waits_for_balancers_and_open_responses_and_ends_all_workers(
+    tmp_path: Path,
+) -> None:
     grace = f"timeouts: {{grace: {2 * pace():.1f}s}}\n"
-    with mock_fleet("--speed", "1") as slow, gateway(tmp_path, config(slow, 2) + grace) as running:
-        pids = workers(running)
-        body = json.dumps({"model": "demo-8b", "prompt": "tell", "max_tokens": 30, "stream": True, "ignore_eos": True})
+    with (
+        mock_fleet("--speed", "1") as slow,
+        gateway_process(tmp_path, config(slow, 2) + grace) as running,
+    ):
+        pids = worker_pids(running)
+        body = json.dumps(
+            {
+                "model": "demo-8b",
+                "prompt": "tell",
+                "max_tokens": 30,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        )
         request = urllib.request.Request(
             f"{running.url}/v1/completions", body.encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             first = answer.readline()
             os.kill(running.pid, signal.SIGTERM)
-            until(lambda: readiness(running) == "draining")
-            for number in range(4):  # whichever worker they come to
+            wait_until(lambda: readiness(running) == "draining")
+            for number in range(4):  # reaches both workers
                 asyncio.run(ask(running.url, f"late {number}"))
             assert first.startswith(b"data: ")
             assert b"[DONE]" in answer.read()
-        until(lambda: not running.alive)
+        wait_until(lambda: not running.is_alive)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_workers_end_when_their_supervisor_is_killed(tmp_path: Path, engines: list[str]) -> None:
-    with gateway(tmp_path, config(engines, 2)) as running:
-        pids = workers(running)
+def test_workers_exit_when_their_supervisor_is_killed(tmp_path: Path, engines: list[str]) -> None:
+    with gateway_process(tmp_path, config(engines, 2)) as running:
+        pids = worker_pids(running)
         assert len(pids) == 2
         os.kill(running.pid, signal.SIGKILL)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -1,4 +1,4 @@
-"""With workers, a change after which requests fail is taken back in all of them."""
+"""With workers, a configuration change after which requests fail is rolled back in all of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import Gateway, gateway, mock_fleet
-from tests.e2e.shared_house import until
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+from tests.e2e.shared_fleet import wait_until
 from tests.fair_time import PATIENCE_S
 
 BODY = json.dumps({"model": "demo-8b", "max_tokens": 2, "prompt": "hello"}).encode()
-JUDGED = "reload: {auto_rollback: {window: 600s, error_ratio: 0.2, requests: 12}}\n"
+ROLLBACK = "reload: {auto_rollback: {window: 600s, error_ratio: 0.2, requests: 12}}\n"
 
 
 class BrokenEngine(BaseHTTPRequestHandler):
-    """Says that it is well and answers every request with 500."""
+    """An engine that passes health checks and answers every request with 500."""
 
     def do_GET(self) -> None:
         self._answer(200, {"data": [{"id": "demo-8b"}]})
@@ -39,11 +39,11 @@ class BrokenEngine(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Not to the test's output."""
+        """Suppress the log lines of the base class."""
 
 
 @pytest.fixture
-def broken() -> Iterator[str]:
+def broken_engine() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), BrokenEngine) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -59,24 +59,28 @@ def call(url: str, method: str, body: bytes | None = None) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def ask(running: Gateway) -> int:
+def ask(running: GatewayProcess) -> int:
     return call(f"{running.url}/v1/completions", "POST", BODY)[0]
 
 
-def test_a_change_after_which_requests_of_all_workers_fail_is_taken_back_in_all(tmp_path: Path, broken: str) -> None:
+def test_a_change_that_makes_requests_fail_is_rolled_back_in_all_workers(
+    tmp_path: Path, broken_engine: str
+) -> None:
     with mock_fleet() as (good, *_):
-        text = f"workers: 2\n{JUDGED}pools: {{main: {{endpoints: [{{url: '{good}'}}]}}}}\n"
-        with gateway(tmp_path, text) as running:
+        text = f"workers: 2\n{ROLLBACK}pools: {{main: {{endpoints: [{{url: '{good}'}}]}}}}\n"
+        with gateway_process(tmp_path, text) as running:
             assert [ask(running) for _ in range(24)] == [200] * 24
-            worse = (tmp_path / "gateway.yaml").read_text().replace(good, broken)
+            worse = (tmp_path / "gateway.yaml").read_text().replace(good, broken_engine)
             assert call(f"{running.admin_url}/config", "PUT", worse.encode())[0] == 200
             assert ask(running) >= 500
 
-            def went_back() -> bool:
+            def is_rolled_back() -> bool:
                 ask(running)
                 endpoints = call(f"{running.admin_url}/endpoints", "GET")[1]["endpoints"]
-                return {each["url"] for each in endpoints if each["state"] != "leaving"} == {good}
+                return {
+                    endpoint["url"] for endpoint in endpoints if endpoint["state"] != "leaving"
+                } == {good}
 
-            until(went_back)
-            until(lambda: [ask(running) for _ in range(12)] == [200] * 12)
-            assert "v2 made things worse" in running.said
+            wait_until(is_rolled_back)
+            wait_until(lambda: [ask(running) for _ in range(12)] == [200] * 12)
+            assert "v2 made things worse" in running.stderr_text

@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.unit.tools.monitoring.test_live_scrape import (
     WITHOUT_CHILDREN,
     Seen,

@@ -20,6 +20,6 @@ collect_ignore_glob = (
 
 @pytest.fixture
 def ends() -> Iterator[LinkedEnds]:
-    made = LinkedEnds()
-    yield made
-    made.close()
+    linked_ends = LinkedEnds()
+    yield linked_ends
+    linked_ends.close()

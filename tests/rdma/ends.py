@@ -56,7 +56,7 @@ class RecordingOwner:
             self._news.notify_all()
 
     def count(self, *what: Any) -> int:
-        return sum(one[: len(what)] == what for one in self.heard)
+        return sum(event[: len(what)] == what for event in self.heard)
 
     def wait(self, *what: Any, times: int = 1) -> None:
         """Wait for `times` events with this beginning."""

@@ -21,12 +21,12 @@ def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: LinkedEn
         ends.put(1, pieces, first, 8)
     ends.sink.wait("landed", 1, times=5)
     assert ends.sink.count("landed", 1, 0, Verdict.OK) == 1
-    assert {one[3] for one in ends.sink.heard if one[0] == "landed"} == {Verdict.OK}
+    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} == {Verdict.OK}
     assert ends.source.count("sent", 1) == 5
     assert ends.arrived(pieces)
 
 
-def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
+def test_pieces_adjacent_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
     pieces = runs(range(62, 22, -1), range(40))
     ends.reserve(1, pieces, range(40))
     ends.put(1, pieces, 0, 40)
@@ -34,7 +34,7 @@ def test_pieces_that_are_neighbours_at_the_sink_are_gathered(ends: LinkedEnds) -
     assert ends.arrived(pieces)
 
 
-def test_more_stretches_than_keys_are_staged_and_put_into_place() -> None:
+def test_more_runs_than_keys_are_staged_and_copied_into_place() -> None:
     ends = LinkedEnds(options=RdmaOptions(most_keys=4))
     pieces = runs(range(20), range(1, 41, 2))
     ends.reserve(1, pieces, range(1, 41, 2))
@@ -53,7 +53,7 @@ def test_messages_keep_their_order_among_windows(ends: LinkedEnds) -> None:
         ends.put(1, pieces, first, 1)
     ends.far.send(b"end")
     ends.sink.wait("message", b"end")
-    order = [one[1] if one[0] == "message" else one[2] for one in ends.sink.heard]
+    order = [event[1] if event[0] == "message" else event[2] for event in ends.sink.heard]
     assert order == [item for first in range(8) for item in (b"before %d" % first, first)] + [
         b"end"
     ]
@@ -72,7 +72,7 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Link
     assert not ends.place.bytes[2 * BLOCK :].any()  # the second is not written
 
 
-def test_bytes_that_are_not_what_the_source_read_are_corrupt(
+def test_bytes_that_differ_from_what_the_source_read_are_corrupt(
     ends: LinkedEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.transports.rdma.sender.digest_of", lambda *_: 1)
@@ -82,22 +82,22 @@ def test_bytes_that_are_not_what_the_source_read_are_corrupt(
     ends.sink.wait("landed", 1, 0, Verdict.CORRUPT)
 
 
-def test_a_write_after_the_fence_is_refused_by_the_device_and_other_transfers_go_on(
+def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue(
     ends: LinkedEnds,
 ) -> None:
     """The source has keys and has checked its generations when the sink fences the transfer."""
     late, other = runs(range(8), range(8)), runs(range(20, 28), range(20, 28))
     ends.reserve(1, late, range(8))
     ends.reserve(2, other, range(20, 28))
-    asked, fenced = threading.Event(), threading.Event()
+    requested, fenced = threading.Event(), threading.Event()
 
     def current() -> bool:
-        asked.set()
+        requested.set()
         return fenced.wait(20.0)
 
     ends.put(1, late, 0, 8, current)
     ends.put(2, other, 0, 8)
-    assert asked.wait(20.0)
+    assert requested.wait(20.0)
     ends.near.fence(1)
     ends.sink.wait("fenced", 1)
     fenced.set()
@@ -119,24 +119,24 @@ def test_a_window_outside_of_the_grant_is_not_written(ends: LinkedEnds) -> None:
 def test_dropped_windows_are_not_sent_or_end_stale(ends: LinkedEnds) -> None:
     pieces = runs(range(8), range(8))
     ends.reserve(1, pieces, range(8))
-    asked, go = threading.Event(), threading.Event()
+    requested, go = threading.Event(), threading.Event()
 
     def current() -> bool:
-        asked.set()
+        requested.set()
         return go.wait(20.0)
 
     ends.put(1, pieces, 0, 1, current)
     ends.put(1, pieces, 1, 7)
-    assert asked.wait(20.0)
+    assert requested.wait(20.0)
     ends.far.drop(1)
     ends.far.send(b"dropped")
     go.set()
     ends.sink.wait("message", b"dropped")
-    assert {one[3] for one in ends.sink.heard if one[0] == "landed"} <= {Verdict.STALE}
+    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} <= {Verdict.STALE}
     assert ends.sink.heard[-1] == ("message", b"dropped")
 
 
-def test_a_peer_that_closes_is_lost_and_a_fence_is_answered_after_it(ends: LinkedEnds) -> None:
+def test_a_closed_peer_is_reported_lost_and_a_later_fence_is_answered(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     ends.far.close()

@@ -33,7 +33,7 @@ BATCH = AT_ONCE * EACH
 BATCHES = int(os.environ.get("PENSTOCK_RDMA_TRIALS", "68")) // BATCH
 
 
-def worlds(told: Connection, seeds: range, pace: float, transport: str) -> None:
+def worlds(connection: Connection, seeds: range, pace: float, transport: str) -> None:
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
     ends = time.monotonic() + ENOUGH_S
@@ -41,11 +41,11 @@ def worlds(told: Connection, seeds: range, pace: float, transport: str) -> None:
         if time.monotonic() > ends:
             break
         faulthandler.dump_traceback_later(HANGS_AT * pace, exit=True)
-        told.send(trial(seed, transport, pace))
+        connection.send(trial(seed, transport, pace))
 
 
-def calm(told: Connection) -> None:
-    told.send(first_landing_s("rdma"))
+def calm(connection: Connection) -> None:
+    connection.send(first_landing_s("rdma"))
 
 
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
@@ -56,12 +56,12 @@ def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], 
     process = context.Process(target=target, args=(tells, *args))
     process.start()
     tells.close()
-    told = []
+    messages = []
     with suppress(EOFError):
         while True:
-            told.append(hears.recv())
+            messages.append(hears.recv())
     process.join()
-    return told, process.exitcode
+    return messages, process.exitcode
 
 
 def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
@@ -79,10 +79,10 @@ def measured_pace(pool: ThreadPoolExecutor) -> float:
     Measured with as many trials at once as there will be.
     """
     calms = list(pool.map(lambda _: run_process(calm), range(AT_ONCE)))
-    assert all(len(told) == 1 for told, _ in calms), (
+    assert all(len(messages) == 1 for messages, _ in calms), (
         f"nothing lands even where nothing breaks: {calms}"
     )
-    return max(LEAST_PACE, 2 * max(told[0] for told, _ in calms))
+    return max(LEAST_PACE, 2 * max(messages[0] for messages, _ in calms))
 
 
 def landed(outcomes: list[Outcome]) -> int:
@@ -102,8 +102,8 @@ def test_under_any_fault_nothing_wrong_lands_over_verbs(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = measured_pace(pool)
         firsts = range(batch * BATCH, (batch + 1) * BATCH, EACH)
-        for found in pool.map(lambda first: run_seeds(range(first, first + EACH), pace), firsts):
-            outcomes += found
+        for item in pool.map(lambda first: run_seeds(range(first, first + EACH), pace), firsts):
+            outcomes += item
     new = outcomes[before:]
     with capfd.disabled():
         print(f"\n{len(new)} of {BATCH} trials at a pace of {pace:.1f}: {landed(new)} landings")
@@ -112,13 +112,13 @@ def test_under_any_fault_nothing_wrong_lands_over_verbs(
 
 def test_the_trials_over_verbs_saw_every_fault_and_many_landings(outcomes: list[Outcome]) -> None:
     assert len(outcomes) < 200 or {outcome.fault for outcome in outcomes} == set(FAULTS)
-    seen = outcomes
+    results = outcomes
     for slower in (2, 4):
-        if has_many_landings(seen):
+        if has_many_landings(results):
             break
-        seen = rerun_seeds(slower)
-        assert [outcome for outcome in seen if outcome.wrong] == []
-    assert has_many_landings(seen), sum((outcome.ends for outcome in seen), Counter[str]())
+        results = rerun_seeds(slower)
+        assert [outcome for outcome in results if outcome.wrong] == []
+    assert has_many_landings(results), sum((outcome.ends for outcome in results), Counter[str]())
 
 
 def has_many_landings(outcomes: list[Outcome]) -> bool:
@@ -129,7 +129,7 @@ def rerun_seeds(slower: int) -> list[Outcome]:
     """Run the first seeds again at a slower pace, in case the machine has become busier."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = slower * measured_pace(pool)
-        found = pool.map(
+        batches = pool.map(
             lambda first: run_seeds(range(first, first + 3), pace), range(0, BATCH, EACH)
         )
-        return [outcome for each in found for outcome in each]
+        return [outcome for batch in batches for outcome in batch]

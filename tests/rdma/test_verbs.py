@@ -1,4 +1,4 @@
-"""What the device itself refuses, on which the fence relies."""
+"""Accesses that the RDMA device itself refuses. The fence relies on them."""
 
 from __future__ import annotations
 
@@ -55,16 +55,19 @@ class VerbsPair:
         self.writer.write(
             5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF
         )
-        told: list[Completion] = []
-        while not any(one.number == 5 for one in told):
+        completions: list[Completion] = []
+        while not any(completion.number == 5 for completion in completions):
             assert select.select([self.completions.fd], [], [], 20.0)[0], "the device said nothing"
             self.completions.hush()
             self.completions.arm()
-            told += self.completions.poll()
-        return told
+            completions += self.completions.poll()
+        return completions
 
     def refuses(self, at: int, length: int, key: int) -> bool:
-        return any(one.number == 5 and refused(one.status) for one in self.write(at, length, key))
+        return any(
+            completion.number == 5 and refused(completion.status)
+            for completion in self.write(at, length, key)
+        )
 
     def close(self) -> None:
         self.writer.close()
@@ -81,15 +84,17 @@ class VerbsPair:
 
 @pytest.fixture
 def bench() -> Iterator[VerbsPair]:
-    made = VerbsPair()
-    yield made
-    made.close()
+    verbs_pair = VerbsPair()
+    yield verbs_pair
+    verbs_pair.close()
 
 
-def test_a_key_opens_its_bytes_and_the_number_arrives_with_them(bench: VerbsPair) -> None:
+def test_a_key_allows_writes_to_its_bytes_and_the_immediate_value_arrives(bench: VerbsPair) -> None:
     key = bench.grant(bench.far, 100, 1000).remote_key
-    told = bench.write(100, 1000, key)
-    assert {one.number: (one.status, one.immediate) for one in told} == {
+    completions = bench.write(100, 1000, key)
+    assert {
+        completion.number: (completion.status, completion.immediate) for completion in completions
+    } == {
         5: (0, 0),
         RECEIVED + 1: (0, 0xFFFF_FFFF),
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.processes import ENV, Gateway
+from tests.e2e.processes import ENV, GatewayProcess
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
@@ -52,8 +52,8 @@ def gateway(folder: Path, text: str) -> Iterator[Gateway]:
     ) as process:
         try:
             assert process.stderr is not None
-            started = Gateway(process)
-            started.hear(process.stderr)
+            started = GatewayProcess(process)
+            started.read_until_ready(process.stderr)
             yield started
         finally:
             process.terminate()

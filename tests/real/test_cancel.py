@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import Gateway
+from tests.e2e.processes import GatewayProcess
 from tests.real.asking import Answer, ask, body, prompt
 from tests.real.engines import Engine, failure_counts
 from tests.real.fronts import config, gateway

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.processes import Gateway
+from tests.e2e.processes import GatewayProcess
 from tests.real.asking import Answer, ask, body, prompt
 from tests.real.engines import Engine
 from tests.real.fronts import config, gateway

@@ -23,15 +23,16 @@ def shared_cache_hit_ratio(requests: Iterable[TraceRequest], capacity_tokens: in
     """Return the hit ratio of one LRU cache with this much memory that sees every request."""
     cache: dict[int, None] = {}
     hits = total = 0
-    for one in requests:
-        keys = keys_of(one, BLOCK_TOKENS)
+    for request in requests:
+        keys = keys_of(request, BLOCK_TOKENS)
         known = 0
         while (
-            known < min(len(keys), (one.input_tokens - 1) // BLOCK_TOKENS) and keys[known] in cache
+            known < min(len(keys), (request.input_tokens - 1) // BLOCK_TOKENS)
+            and keys[known] in cache
         ):
             known += 1
         hits += known * BLOCK_TOKENS
-        total += one.input_tokens
+        total += request.input_tokens
         for key in reversed(keys):
             cache.pop(key, None)
             cache[key] = None

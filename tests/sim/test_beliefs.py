@@ -33,67 +33,71 @@ def errors(run: Run) -> list[float]:
     believed.
     """
     return [
-        error(one)
-        for one in run.records
-        if one.arrived_s > WARM_S and one.end is End.SERVED and known(one)
+        error(record)
+        for record in run.records
+        if record.arrived_s > WARM_S and record.end is End.SERVED and known(record)
     ]
 
 
-def known(one: Record) -> bool:
-    return abs(one.believed_tokens - one.cached_tokens) < 600
+def known(record: Record) -> bool:
+    return abs(record.believed_tokens - record.cached_tokens) < 600
 
 
-def error(one: Record) -> float:
-    assert one.first_s is not None
-    assert one.entered_s is not None
-    assert one.predicted_ttft_s is not None
-    actual_s = one.first_s - one.entered_s
-    return abs(one.predicted_ttft_s - actual_s) / actual_s
+def error(record: Record) -> float:
+    assert record.first_s is not None
+    assert record.entered_s is not None
+    assert record.predicted_ttft_s is not None
+    actual_s = record.first_s - record.entered_s
+    return abs(record.predicted_ttft_s - actual_s) / actual_s
 
 
-def test_first_tokens_are_foreseen_at_half_load() -> None:
-    found = errors(ran(H100, speed=0.6))
-    assert len(found) > 500
-    assert median(found) < 0.04
-    assert fmean(found) < 0.06
+def test_ttft_is_predicted_at_half_load() -> None:
+    result = errors(ran(H100, speed=0.6))
+    assert len(result) > 500
+    assert median(result) < 0.04
+    assert fmean(result) < 0.06
 
 
-def test_first_tokens_are_foreseen_near_saturation() -> None:
-    found = errors(ran(H100, speed=1.0))
-    assert median(found) < 0.045
-    assert fmean(found) < 0.07
+def test_ttft_is_predicted_near_saturation() -> None:
+    result = errors(ran(H100, speed=1.0))
+    assert median(result) < 0.045
+    assert fmean(result) < 0.07
 
 
-def test_unequal_gpus_are_foreseen_as_well_as_equal_ones() -> None:
-    found = errors(ran(H100, L40S, speed=1.0))
-    assert median(found) < 0.045
-    assert fmean(found) < 0.075
+def test_ttft_is_predicted_for_unequal_gpus_as_well_as_for_equal_ones() -> None:
+    result = errors(ran(H100, L40S, speed=1.0))
+    assert median(result) < 0.045
+    assert fmean(result) < 0.075
 
 
 def test_a_group_slower_than_its_gpu_label_is_detected() -> None:
-    found = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
-    assert median(found) < 0.05
+    result = errors(ran(replace(H100, count=3), replace(H100, count=1, slowness=3.0), speed=0.5))
+    assert median(result) < 0.05
 
 
 def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
     fleet = FleetSpec("two", (Kind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
     run = replay(fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), registry.build("prefix_aware", {}))
-    found = [error(one) for one in run.records if one.arrived_s > 20.0 and one.end is End.SERVED]
-    assert len(found) > 200
-    assert fmean(found) < 0.1
+    matches = [
+        error(record)
+        for record in run.records
+        if record.arrived_s > 20.0 and record.end is End.SERVED
+    ]
+    assert len(matches) > 200
+    assert fmean(matches) < 0.1
 
 
 def bias(run: Run) -> float:
     """Return by which share tokens after the first were expected to take longer than they did."""
     answers = [
-        (one.output_tokens, one.predicted_tpot_s or 0.0, one.tpot_s)
-        for one in run.records
-        if one.arrived_s > WARM_S and one.end is End.SERVED and one.tpot_s is not None
+        (record.output_tokens, record.predicted_tpot_s or 0.0, record.tpot_s)
+        for record in run.records
+        if record.arrived_s > WARM_S and record.end is End.SERVED and record.tpot_s is not None
     ]
     took_s = sum(tokens * actual_s for tokens, _, actual_s in answers)
     return sum(tokens * predicted_s for tokens, predicted_s, _ in answers) / took_s - 1.0
 
 
-def test_what_answers_take_is_foreseen_in_the_mean_at_half_load_and_near_saturation() -> None:
+def test_mean_response_times_are_predicted_at_half_load_and_near_saturation() -> None:
     assert abs(bias(ran(H100, speed=0.6))) < 0.05
     assert abs(bias(ran(H100, speed=1.0))) < 0.06

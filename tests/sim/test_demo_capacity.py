@@ -45,7 +45,7 @@ def test_every_group_of_the_demo_has_that_concurrency(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     demo.FOLDER.mkdir()
-    asked = demo.Demo(GROUPS, "prefix_aware", 8080, 8081, "demo-8b", 1.0, dialect)
-    config = demo.examine(demo._write_config(asked, 9100), {}).config
+    result = demo.Demo(GROUPS, "prefix_aware", 8080, 8081, "demo-8b", 1.0, dialect)
+    config = demo.examine(demo._write_config(result, 9100), {}).config
     endpoints = [endpoint for pool in config.pools.values() for endpoint in pool.endpoints]
     assert [endpoint.max_concurrency for endpoint in endpoints] == [demo.MAX_CONCURRENCY] * GROUPS

@@ -19,7 +19,7 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
     """Return `families` system prompts, each the start of several conversations with turns about 17
     s apart.
     """
-    rng, made, fresh = Random(1), [], 10**6
+    rng, requests_, fresh = Random(1), [], 10**6
     for root in range(roots):
         for _ in range(talks):
             now, blocks = (
@@ -29,9 +29,9 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
             for _ in range(turns):
                 fresh += 3
                 blocks = (*blocks, *range(fresh - 3, fresh))
-                made.append(TraceRequest(now, len(blocks) * BLOCK + 100, 150, blocks))
+                requests_.append(TraceRequest(now, len(blocks) * BLOCK + 100, 150, blocks))
                 now += 5.0 + rng.expovariate(1 / 12)
-    return sorted(made, key=lambda one: one.arrival_s)
+    return sorted(requests_, key=lambda request: request.arrival_s)
 
 
 def found_again(requests: list[TraceRequest], run: Run) -> float:
@@ -41,20 +41,20 @@ def found_again(requests: list[TraceRequest], run: Run) -> float:
     Counted are tokens that an available group has, or would have if everything the drained group
     had were computed once more.
     """
-    held: set[int] = set()
-    found = could_be = 0
-    for one, record in zip(requests, run.records, strict=True):
-        keys = keys_of(one, BLOCK)
-        if one.arrival_s >= DRAINED_S:
-            whole = keys[: (one.input_tokens - 1) // BLOCK]
+    cached: set[int] = set()
+    hits = could_be = 0
+    for request, record in zip(requests, run.records, strict=True):
+        keys = keys_of(request, BLOCK)
+        if request.arrival_s >= DRAINED_S:
+            whole = keys[: (request.input_tokens - 1) // BLOCK]
             could_be += BLOCK * next(
-                (at for at, key in enumerate(whole) if key not in held), len(whole)
+                (index for index, key in enumerate(whole) if key not in cached), len(whole)
             )
-            found += record.cached_tokens
-            held.update(keys)
+            hits += record.cached_tokens
+            cached.update(keys)
         elif record.group != "tp0":
-            held.update(keys)
-    return found / could_be
+            cached.update(keys)
+    return hits / could_be
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""One fleet for a long simulated time: requests come in waves, something breaks in each.
+"""One fleet for a long simulated time: waves of requests with a fault in each.
 
-Every ebb finds all free.
+After each wave, no memory may be held.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from random import Random
 
 from tests.chaos.kv_trials import FAULTS, Trial
 
-# What ends with the wave that it came in. The dead stay dead, and dice are cast for a whole world.
+# Faults that end with their wave. A dead agent stays dead, and random faults last for a whole run.
 PASSING = ["none", "freeze source", "freeze sink", "stall", "steal blocks", "hang up"]
 
 

@@ -1,5 +1,5 @@
-"""Agents in simulated time: what bandwidth, latency, priorities, leases and heartbeats come to, to
-the millisecond.
+"""Agents in simulated time: effects of bandwidth, latency, priorities, leases and heartbeats, exact
+to the millisecond.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_BYTES = LAYOUT.rank_block_bytes(0)
 
 
 class World:
-    """A clock, a wire, and agents on it."""
+    """A virtual clock, a simulated network, and agents on it."""
 
     def __init__(
         self, weather: Weather | None = None, count: int = 2, options: Options | None = None
@@ -60,7 +60,7 @@ def tokens(blocks: Sequence[int]) -> int:
     return len(blocks) * LAYOUT.block_tokens
 
 
-def test_a_transfer_takes_what_the_wire_gives() -> None:
+def test_a_transfer_takes_the_time_that_the_bandwidth_allows() -> None:
     world = World(Weather(latency_s=0.002, bytes_per_s=100e6))
     source, sink = world.agents
     offer = source.offer("r", range(100), tokens(range(100)), public=True)
@@ -71,7 +71,8 @@ def test_a_transfer_takes_what_the_wire_gives() -> None:
     assert landing.end is not None
     assert landing.end.landed
     wire_s = 100 * BLOCK_BYTES / 100e6
-    # Beyond the wire's own time: dialling, three messages of greeting, the invitation, and the last window's latency.
+    # Beyond the wire's own time: dialling, three messages of greeting, the invitation, and the last
+    # window's latency.
     assert wire_s < landing.end.seconds < wire_s + 8 * 0.002 + 0.005
     assert source.figures()["bytes_per_s"]["a1", "inproc"] == pytest.approx(100e6, rel=0.1)
 
@@ -97,7 +98,7 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_layers_that_leave_as_they_are_computed_cost_little_after_prefill(share: float) -> None:
+def test_layers_sent_while_prefill_computes_cost_little_time_after_it(share: float) -> None:
     """The bytes take `share` of prefill's time on the wire: what is left to wait for after prefill
     is one group.
     """
@@ -118,7 +119,7 @@ def test_layers_that_leave_as_they_are_computed_cost_little_after_prefill(share:
     assert exposed_s < moved_s * (1 / groups + 0.15 if share == 1.0 else 0.25)
 
 
-def test_a_sink_that_lives_keeps_its_lease_and_one_that_is_cut_off_loses_it() -> None:
+def test_a_live_sink_keeps_its_lease_and_a_disconnected_one_loses_it() -> None:
     world = World()
     source, sink = world.agents
     offer = source.offer("r", [0], 16, ttl_s=0.6, ready_layers=0, public=True)
@@ -137,7 +138,7 @@ def test_a_sink_that_lives_keeps_its_lease_and_one_that_is_cut_off_loses_it() ->
 
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["source", "sink"])
-def test_a_frozen_peer_is_noticed_within_a_second_whenever_it_freezes(frozen: int) -> None:
+def test_a_frozen_peer_is_detected_within_a_second(frozen: int) -> None:
     for phase in range(25):
         world = World()
         source, sink = world.agents
@@ -154,7 +155,7 @@ def test_a_frozen_peer_is_noticed_within_a_second_whenever_it_freezes(frozen: in
         assert world.until_ended([offer, landing], 5)
 
 
-def test_half_a_second_of_silence_is_nobodys_death() -> None:
+def test_half_a_second_of_silence_ends_no_link() -> None:
     world = World()
     source, sink = world.agents
     offer = source.offer("r", [0], 16, ready_layers=0, public=True)
@@ -182,12 +183,12 @@ def test_a_client_that_leaves_frees_both_sides_within_a_round_trip(who: str) -> 
         (landing.cancel if who == "sink" else offer.revoke)()
         before = world.clock.now()
         if who == "sink" and moment < 0.005:
-            offer.revoke()  # not claimed yet: nobody else can say that it is not wanted
+            offer.revoke()  # not claimed yet: no other agent can release it
         assert world.until_ended([offer, landing], 5)
         assert world.clock.now() - before < 0.05
 
 
-def test_a_killed_sink_gives_a_hundred_offers_back_at_once() -> None:
+def test_a_killed_sink_releases_a_hundred_offers_at_once() -> None:
     world = World(count=3)
     source, sink, other = world.agents
     offers = [
@@ -238,25 +239,27 @@ def test_equal_seeds_give_equal_runs() -> None:
     assert story() == story()
 
 
-def test_in_an_abort_storm_the_rest_lands_sooner_and_nothing_is_held() -> None:
+def test_when_most_transfers_abort_the_others_land_sooner_and_nothing_is_held() -> None:
     """Nine of ten give up while their bytes move: what they had under way and in line is the
     others' at once.
     """
     world = World(Weather(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
-    offers = [source.offer(f"r{at}", [at], 16, ready_layers=0, public=True) for at in range(100)]
-    landings = [sink.fetch(source.address, f"r{at}", [at], 16) for at in range(100)]
+    offers = [
+        source.offer(f"r{index}", [index], 16, ready_layers=0, public=True) for index in range(100)
+    ]
+    landings = [sink.fetch(source.address, f"r{index}", [index], 16) for index in range(100)]
     world.clock.run(0.1)
     for offer in offers:
         offer.ready(LAYOUT.layers)
     world.clock.run(0.02)
     began = world.clock.now()
-    for at, landing in enumerate(landings):
-        if at % 10:
+    for index, landing in enumerate(landings):
+        if index % 10:
             landing.cancel("the client left")
     assert world.until_ended([*offers, *landings], 30)
     ends = [landing.end.reason for landing in landings if landing.end]
-    assert all(ends[at] is Reason.LANDED for at in range(0, 100, 10))
+    assert all(ends[index] is Reason.LANDED for index in range(0, 100, 10))
     assert ends.count(Reason.CANCELLED) >= 80
     # Ten blocks, and the budget that was under way when the storm began.
     assert world.clock.now() - began < (10 * BLOCK_BYTES + sink.options.budget_bytes) / 40e6 + 0.05

@@ -61,23 +61,26 @@ class Stamps:
         raise error
 
 
-async def lived(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
+async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
     """Run all jobs through one live group."""
     loop = asyncio.get_running_loop()
     spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
     group = TpGroup(spec, loop)
-    found: list[tuple[Job, Stamps]] = []
+    stamped: list[tuple[Job, Stamps]] = []
 
-    def arrive(one: TraceRequest) -> None:
-        job, stamps = Job(one.input_tokens, one.output_tokens, keys_of(one, 16)), Stamps(loop)
-        found.append((job, stamps))
+    def arrive(request: TraceRequest) -> None:
+        job, stamps = (
+            Job(request.input_tokens, request.output_tokens, keys_of(request, 16)),
+            Stamps(loop),
+        )
+        stamped.append((job, stamps))
         group.submit(job, stamps, "length")
 
-    for one in requests:
-        loop.call_at(one.arrival_s, arrive, one)
-    while len(found) < len(requests) or group.in_flight:
+    for request in requests:
+        loop.call_at(request.arrival_s, arrive, request)
+    while len(stamped) < len(requests) or group.in_flight:
         await asyncio.sleep(1.0)  # of virtual time
-    return found
+    return stamped
 
 
 def replayed(requests: list[TraceRequest], leaping: bool) -> list[Record]:
@@ -87,17 +90,19 @@ def replayed(requests: list[TraceRequest], leaping: bool) -> list[Record]:
 
 
 @pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 1e-3)])
-def test_a_replayed_group_gives_every_token_when_the_live_one_does(
+def test_a_replayed_group_emits_every_token_when_the_live_one_does(
     leaping: bool, within: float
 ) -> None:
     """Sixty requests of the trace, more than the group's KV holds at once: some wait, some are
     preempted.
     """
-    requests = [one for one in conversation(120) if one.input_tokens < 40_000][:60]
+    requests = [request for request in conversation(120) if request.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        live = runner.run(lived(requests))
+        live = runner.run(run_live(requests))
     twins = replayed(requests, leaping)
-    assert sum(job.preemptions for job, _ in live) == sum(one.preemptions for one in twins) > 0
+    assert (
+        sum(job.preemptions for job, _ in live) == sum(request.preemptions for request in twins) > 0
+    )
     for (job, stamps), twin in zip(live, twins, strict=True):
         assert twin.first_s is not None
         assert twin.done_s is not None

@@ -13,10 +13,10 @@ from random import Random
 import pytest
 
 from policies import registry
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
-async def ask_all(home: House, sizes: list[tuple[int, int]], users: int) -> Counter[str]:
+async def ask_all(fleet: GatewayFleet, sizes: list[tuple[int, int]], users: int) -> Counter[str]:
     """Send (prompt words, output tokens) of every request from `users` users.
 
     Return requests per endpoint.
@@ -26,7 +26,7 @@ async def ask_all(home: House, sizes: list[tuple[int, int]], users: int) -> Coun
 
     async def user() -> None:
         for number, (words, tokens) in left:
-            answer = await home.ask(
+            answer = await fleet.ask(
                 stream=False, tokens=tokens, prompt=f"{number} " + "word " * words
             )
             assert answer.fate == "ok"
@@ -37,45 +37,47 @@ async def ask_all(home: House, sizes: list[tuple[int, int]], users: int) -> Coun
 
 
 async def test_round_robin_is_exact_over_a_thousand_requests() -> None:
-    async with house(4) as home:
-        answered = await ask_all(home, [(1, 1)] * 1000, users=40)
+    async with gateway_fleet(4) as fleet:
+        answered = await ask_all(fleet, [(1, 1)] * 1000, users=40)
         assert sum(answered.values()) == 1000
         assert max(answered.values()) - min(answered.values()) <= 1
-        await home.at_rest()
+        await fleet.at_rest()
 
 
-async def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> None:
+async def test_least_loaded_balances_requests_whose_sizes_vary_a_hundredfold() -> None:
     rng = Random(3)
     sizes = [(int(10 ** rng.uniform(1, 3)), int(10 ** rng.uniform(0, 2))) for _ in range(1800)]
-    async with house(4, speed=15.0, pool={"policy": "least_loaded"}) as home:
-        await ask_all(home, sizes, users=32)
-        totals = [member.group.scheduler.totals for member in home.groups]
+    async with gateway_fleet(4, speed=15.0, pool={"policy": "least_loaded"}) as fleet:
+        await ask_all(fleet, sizes, users=32)
+        totals = [member.group.scheduler.totals for member in fleet.groups]
         work = [total.prompt_tokens + total.output_tokens for total in totals]
         print("tokens served per group", work)
         assert max(work) / min(work) <= 1.3
-        await home.at_rest()
+        await fleet.at_rest()
 
 
 @pytest.mark.parametrize(
     "policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")]
 )
-async def test_every_other_policy_serves_over_http_and_keeps_a_conversation_where_it_began(
+async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_conversations_in_place(
     policy: str,
 ) -> None:
     """Eight conversations of six growing turns.
 
     Policies that read prefixes keep most of them in place.
     """
-    said = ["".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)]
+    conversations = [
+        "".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)
+    ]
     moved = 0
-    async with house(3, speed=50.0, pool={"policy": policy}) as home:
-        for talk in said:
+    async with gateway_fleet(3, speed=50.0, pool={"policy": policy}) as fleet:
+        for talk in conversations:
             places = [
-                (await home.ask(stream=False, tokens=2, prompt=talk + "more " * turn))
+                (await fleet.ask(stream=False, tokens=2, prompt=talk + "more " * turn))
                 for turn in range(6)
             ]
             assert all(answer.fate == "ok" for answer in places)
             names = [answer.headers["x-penstock-endpoint"] for answer in places]
             moved += sum(now != then for now, then in pairwise(names))
-        await home.at_rest()
+        await fleet.at_rest()
     assert moved <= 12 if registry.build(policy, {}).reads_prefix else moved > 12

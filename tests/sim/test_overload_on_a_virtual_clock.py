@@ -1,4 +1,4 @@
-"""A small version of `make overload` on the virtual clock: attainment during a spike and after it."""
+"""A small `make overload` on the virtual clock: attainment during and after a spike."""
 
 from __future__ import annotations
 
@@ -33,39 +33,46 @@ def spike() -> Run:
     """Run a spike whose clients obey Retry-After once."""
     names = count(PRIVATE)
     streams = [
-        trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + at * 0.08, names)
-        for at in range(STREAMS)
+        trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + index * 0.08, names)
+        for index in range(STREAMS)
     ]
-    asked = [
-        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names)
-        for one in arrivals(PHASES, CAPACITY_PER_S, 1)
+    requests = [
+        trace_request(arrival.prompt_tokens, arrival.output_tokens, arrival.due_s, names)
+        for arrival in arrivals(PHASES, CAPACITY_PER_S, 1)
     ]
     spec = FleetSpec("a quarter", (replace(GROUP, count=2),), block_tokens=16)
     options = Options(
         expected_output=None, standard=SLO, horizon_s=150.0, clients=Clients(retries=1)
     )
     policy, admission = registry.build(POLICY, {}), build_admission("priced", {})
-    return replay(spec, traffic([*streams, *asked]), policy, admission, options)
+    return replay(spec, traffic([*streams, *requests]), policy, admission, options)
 
 
 def test_requests_admitted_during_a_spike_are_served_in_time() -> None:
-    came = [one for one in spike().records if SPIKE[0] <= one.arrived_s < SPIKE[1]]
-    let_in = [one for one in came if one.entered_s is not None and not one.refusals]
+    came = [record for record in spike().records if SPIKE[0] <= record.arrived_s < SPIKE[1]]
+    let_in = [record for record in came if record.entered_s is not None and not record.refusals]
     assert 0.4 < len(let_in) / len(came) < 0.8
-    assert sum(one.good for one in let_in) / len(let_in) >= 0.95
+    assert sum(record.good for record in let_in) / len(let_in) >= 0.95
 
 
 def test_clients_that_return_on_time_are_admitted() -> None:
     refused = [
-        one for one in spike().records if SPIKE[0] <= one.arrived_s < SPIKE[1] and one.refusals
+        record
+        for record in spike().records
+        if SPIKE[0] <= record.arrived_s < SPIKE[1] and record.refusals
     ]
     assert len(refused) > 50
     assert (
-        sum(one.refusals == 1 and one.entered_s is not None for one in refused) / len(refused)
+        sum(record.refusals == 1 and record.entered_s is not None for record in refused)
+        / len(refused)
         >= 0.9
     )
 
 
 def test_ten_seconds_after_the_spike_new_requests_are_served_in_time_again() -> None:
-    new = [one for one in spike().records if SPIKE[1] + 10.0 <= one.arrived_s < SPIKE[1] + 20.0]
-    assert sum(one.good for one in new) / len(new) >= 0.9
+    new = [
+        record
+        for record in spike().records
+        if SPIKE[1] + 10.0 <= record.arrived_s < SPIKE[1] + 20.0
+    ]
+    assert sum(record.good for record in new) / len(new) >= 0.9

@@ -33,9 +33,9 @@ def ttft_s(one: Figures) -> float:
 @pytest.mark.parametrize("policy", registry.names())
 def test_every_request_is_served_by_every_policy(policy: str) -> None:
     run = ran(policy, conversation(200))
-    assert {one.end for one in run.records} == {End.SERVED}
+    assert {record.end for record in run.records} == {End.SERVED}
     assert sum(group.output_tokens for group in run.groups) == sum(
-        one.output_tokens for one in run.records
+        record.output_tokens for record in run.records
     )
 
 
@@ -53,7 +53,7 @@ def test_prefix_aware_has_the_least_mean_time_to_first_token(told: dict[str, Fig
     assert mine < 0.95 * ttft_s(told["round_robin"])
 
 
-def test_prefix_aware_lets_no_request_wait_longer_than_least_loaded(
+def test_the_longest_wait_with_prefix_aware_is_that_of_least_loaded_at_most(
     told: dict[str, Figures],
 ) -> None:
     mine, other = told["prefix_aware"].ttft, told["least_loaded"].ttft
@@ -62,7 +62,9 @@ def test_prefix_aware_lets_no_request_wait_longer_than_least_loaded(
     assert mine.max <= 1.1 * other.max
 
 
-def test_what_prefix_aware_believes_is_what_the_engines_hold(told: dict[str, Figures]) -> None:
+def test_the_index_of_prefix_aware_matches_the_caches_of_the_engines(
+    told: dict[str, Figures],
+) -> None:
     assert told["prefix_aware"].believed_ratio == pytest.approx(
         told["prefix_aware"].hit_ratio, rel=0.05
     )
@@ -93,7 +95,7 @@ def test_one_hot_prefix_spills_over_all_groups(prefix_tokens: int) -> None:
     assert mine.ttft.max < 5.0
 
 
-def test_many_prefixes_find_homes_without_piling_up() -> None:
+def test_many_prefixes_spread_evenly_over_the_groups() -> None:
     """150 customers with 6,000-token prompts in turn: nearly all possible hits, balanced groups."""
     requests = [
         TraceRequest(

@@ -44,7 +44,7 @@ def fared(
 
 
 @pytest.mark.parametrize("rival", ["llmd_blend", "prefix_aware", "least_loaded"])
-def test_a_busy_fleet_keeps_as_many_promises_of_a_conversation_as_under_any_rule_that_follows_caches(
+def test_a_busy_fleet_meets_as_many_slos_as_under_any_cache_aware_reference_policy(
     rival: str,
 ) -> None:
     requests, spec = conversation(1.35), FleetSpec("four", (H100,))
@@ -53,15 +53,15 @@ def test_a_busy_fleet_keeps_as_many_promises_of_a_conversation_as_under_any_rule
     )
 
 
-def test_shared_prefixes_are_found_again_and_groups_stay_even() -> None:
-    seen = fared(
+def test_shared_prefixes_hit_the_cache_and_groups_stay_balanced() -> None:
+    shares = fared(
         "priced",
         tuple(b2b(3.0, 90.0, 1)),
         FleetSpec("three", (Kind("qwen3-32b", "h100", 2, count=3),)),
     )
-    assert seen.of_ideal is not None
-    assert seen.of_ideal > 0.85
-    assert seen.imbalance < 1.25
+    assert shares.of_ideal is not None
+    assert shares.of_ideal > 0.85
+    assert shares.imbalance < 1.25
 
 
 def test_a_slow_group_gets_less_work_without_a_declared_speed() -> None:
@@ -80,24 +80,22 @@ def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
     none.
     """
     names = count(PRIVATE)
-    asked = [
-        trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names)
-        for one in arrivals((Phase("all at once", 20.0, 1.0),), 30.0, 1)
+    requests = [
+        trace_request(arrival.prompt_tokens, arrival.output_tokens, arrival.due_s, names)
+        for arrival in arrivals((Phase("all at once", 20.0, 1.0),), 30.0, 1)
     ]
     options = Options(expected_output=None, standard=SLO)
     run = replay(
         FleetSpec("slow", (GROUP,), block_tokens=16),
-        traffic(asked),
+        traffic(requests),
         registry.build("priced", {}),
         options=options,
     )
     assert figures(run).attainment > 0.98
-    assert max(group.requests for group in run.groups) < 1.8 * len(asked) / len(run.groups)
+    assert max(group.requests for group in run.groups) < 1.8 * len(requests) / len(run.groups)
 
 
-def test_with_a_tight_budget_per_token_groups_that_do_both_take_roles_and_keep_more_promises() -> (
-    None
-):
+def test_with_a_tight_tpot_budget_groups_specialize_and_meet_more_slos() -> None:
     whole = FleetSpec("whole", (H100,))
     pairs = msgspec.structs.replace(whole, pairs=True)
     requests = conversation(0.8)

@@ -45,7 +45,7 @@ class Known:
         self.name = name
         self.index = PrefixIndex(INDEX_BYTES)
         self.candidates = tuple(
-            Candidate(each.candidate.endpoint, deepcopy(each.load)) for each in groups
+            Candidate(group.candidate.endpoint, deepcopy(group.load)) for group in groups
         )
         self.untold: list[tuple[Fingerprint, int, int]] = []
         for group in groups:
@@ -65,14 +65,14 @@ class Gateways(Fleet):
 
     def __init__(self, count: int, late_s: float | None, seed: int) -> None:
         arrivals, rng = conversation(REQUESTS), Random(seed)
-        for at, one in enumerate(arrivals):
-            arrivals[at] = msgspec.structs.replace(
-                one, arrival_s=one.arrival_s + JITTER_S * rng.random()
+        for index, arrival in enumerate(arrivals):
+            arrivals[index] = msgspec.structs.replace(
+                arrival, arrival_s=arrival.arrival_s + JITTER_S * rng.random()
             )
         options = Options(expected_output=None, scrape_s=None)
         policy = registry.build("prefix_aware", {})
         super().__init__(FleetSpec("several", (GROUP,)), traffic(arrivals), policy, None, options)
-        self._known = [Known(bytes([at]), self.groups) for at in range(count)]
+        self._known = [Known(bytes([index]), self.groups) for index in range(count)]
         self._turn(self._known[0])
         if late_s is not None:
             for known in self._known:
@@ -99,11 +99,11 @@ class Gateways(Fleet):
 
     def _tell(self, now: float, what: tuple[Known, float]) -> None:
         known, late_s = what
-        told, known.untold = known.untold, []
+        reports, known.untold = known.untold, []
         for other in self._known:
             if other is known:
                 continue
-            for fingerprint, slot, prompt_tokens in told:
+            for fingerprint, slot, prompt_tokens in reports:
                 other.learn(fingerprint, slot, prompt_tokens)
             for mine, theirs in zip(known.candidates, other.candidates, strict=True):
                 foreign(theirs.load, known.name, own(mine.load), now)

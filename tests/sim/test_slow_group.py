@@ -40,14 +40,14 @@ def requests(
     seed: int, seconds: float, per_s: float = 8.8, median: float = 7.6, spread: float = 0.8
 ) -> list[TraceRequest]:
     """Poisson arrivals of chat prompts; three groups serve about 17.6 a second."""
-    rng, now, made = Random(seed), 0.0, []
+    rng, now, results = Random(seed), 0.0, []
     while (now := now + rng.expovariate(per_s)) < seconds:
         prompt = round(rng.lognormvariate(median, spread))
         keys = tuple(rng.randrange(1 << 40) for _ in range(prompt // 512))
-        made.append(
+        results.append(
             TraceRequest(now, max(16, prompt), max(2, round(rng.lognormvariate(4.9, 0.6))), keys)
         )
-    return made
+    return results
 
 
 def ran(
@@ -71,30 +71,32 @@ def ran(
 
 
 def hedges(kinds: tuple[Kind, ...], policy: str, seed: int, per_s: float) -> float:
-    """The share of requests that were hedged in a minute of a pool in which no group may be ejected."""
-    made, options = (
+    """Return the share of hedged requests over a minute, in a pool without ejection."""
+    result, options = (
         traffic(requests(seed, 60.0, per_s)),
         Options(slow_factor=2.5, hedge_share=HEDGES),
     )
-    fleet = Fleet(FleetSpec("pool", kinds), made, registry.build(policy, {}), None, options)
+    fleet = Fleet(FleetSpec("pool", kinds), result, registry.build(policy, {}), None, options)
     run = fleet.run()
     assert fleet.speeds.ejected == []
     return len(fleet.hedges.sent) / len(run.records)
 
 
 def share(run: Run, from_s: float) -> float:
-    late = [one for one in run.records if one.arrived_s >= from_s]
-    return sum(one.group == "tp0" for one in late) / len(late)
+    late = [record for record in run.records if record.arrived_s >= from_s]
+    return sum(record.group == "tp0" for record in late) / len(late)
 
 
 def p99_s(run: Run) -> float:
-    return quantiles([one.ttft_s for one in run.records if one.ttft_s is not None], n=100)[98]
+    return quantiles([record.ttft_s for record in run.records if record.ttft_s is not None], n=100)[
+        98
+    ]
 
 
 @pytest.mark.parametrize("policy", registry.names())
-def test_a_group_ten_times_slower_gets_next_to_nothing_after_ten_seconds(policy: str) -> None:
+def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(policy: str) -> None:
     run, _ = ran(policy, 4, 1, 60.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
-    assert all(one.first_s is not None for one in run.records)
+    assert all(record.first_s is not None for record in run.records)
     assert share(run, KEPT_S) <= 0.01
 
 
@@ -118,13 +120,14 @@ def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "sglang_cache_aware"])
-def test_requests_that_are_late_at_a_suspect_group_do_not_wait_for_its_ejection(
+def test_late_requests_at_a_suspect_group_are_moved_before_its_ejection(
     policy: str,
 ) -> None:
     run, fleet = ran(policy, 4, 11, 20.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
     ejected_s, _ = fleet.speeds.ejected[0]
     assert any(
-        one.moved and one.first_s is not None and one.first_s < ejected_s for one in run.records
+        record.moved and record.first_s is not None and record.first_s < ejected_s
+        for record in run.records
     )
 
 
@@ -137,7 +140,7 @@ def test_a_group_that_becomes_slow_at_one_thing_is_ejected(
 ) -> None:
     _, fleet = ran(policy, 4, 1, 60.0, Fault(20.0, 0, Trouble.SLOW, factor=factor, only=only))
     assert [group for _, group in fleet.speeds.ejected] == [0]
-    # Three times slower at prompts alone is near the limit: a policy that looks at load sends it few of them.
+    # Three times slower at prompts only is near the limit: load-aware policies send it few prompts.
     assert fleet.speeds.ejected[0][0] <= 20.0 + (20.0 if only == "prefill" else 10.0)
 
 

@@ -28,12 +28,14 @@ def run(policy: str, slow_start_s: float) -> Run:
     )
 
 
-def taken(made: Run, from_s: float, to_s: float) -> float:
+def taken(run: Run, from_s: float, to_s: float) -> float:
     """Return the returned group's share of the picks at that time."""
     then = [
-        one for one in made.records if one.entered_s is not None and from_s <= one.entered_s < to_s
+        record
+        for record in run.records
+        if record.entered_s is not None and from_s <= record.entered_s < to_s
     ]
-    return sum(one.group == "tp0" for one in then) / len(then)
+    return sum(record.group == "tp0" for record in then) / len(then)
 
 
 def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None:
@@ -41,12 +43,12 @@ def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None
     at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
     assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
     assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)
-    good = [sum(one.good for one in made.records) for made in (at_once, slowly)]
+    good = [sum(record.good for record in run.records) for run in (at_once, slowly)]
     assert good[1] > 0.98 * good[0]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
 def test_a_group_that_comes_back_is_not_starved(policy: str) -> None:
-    made = run(policy, RAMP_S)
-    assert taken(made, BACK_S, BACK_S + 5) > 0
-    assert 0.33 / GROUPS < taken(made, BACK_S + RAMP_S, BACK_S + 60) < 2 / GROUPS
+    result = run(policy, RAMP_S)
+    assert taken(result, BACK_S, BACK_S + 5) > 0
+    assert 0.33 / GROUPS < taken(result, BACK_S + RAMP_S, BACK_S + 60) < 2 / GROUPS

@@ -78,7 +78,7 @@ async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Br
         await expect(page.locator("#slo")).to_contain_text("standard")
         await expect(page.locator("#versions")).to_contain_text("v1 in force")
         await expect(page.locator("#chart-traffic canvas")).to_have_count(1)
-        await page.fill("#filter", home.groups[2].url.rpartition(":")[2])
+        await page.fill("#filter", fleet.groups[2].url.rpartition(":")[2])
         await expect(page.locator("#rows tr")).to_have_count(1)
 
 
@@ -155,7 +155,7 @@ async def test_changes_need_operating_mode_and_the_right_key(
 async def open_unchecked(browser: Browser, home: House) -> AsyncIterator[Page]:
     """Open the page without the checks of opened(): browsers print every 401 on the console."""
     page = await browser.new_page()
-    await page.goto(home.app.admin_url + "/")
+    await page.goto(fleet.app.admin_url + "/")
     yield page
     await page.close()
 

@@ -22,12 +22,12 @@ CLIPPED = """[...document.querySelectorAll("#why, #why li")].filter(
         || item.scrollWidth > item.clientWidth + 1).length"""
 
 
-def name_of(home: House, number: int) -> str:
-    return home.app.gateway.endpoints.all()[number].endpoint.name
+def name_of(fleet: GatewayFleet, number: int) -> str:
+    return fleet.app.gateway.endpoints.all()[number].endpoint.name
 
 
-def rename(home: House, number: int, name: str) -> None:
-    live = home.app.gateway.endpoints.all()[number]
+def rename(fleet: GatewayFleet, number: int, name: str) -> None:
+    live = fleet.app.gateway.endpoints.all()[number]
     live.endpoint = msgspec.structs.replace(live.endpoint, name=name)
 
 
@@ -81,7 +81,7 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         broken, drained = name_of(home, 2), name_of(home, 3)
         names = page.locator("#rows th")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(1)
-        await expect(names).to_have_text([broken, drained, name_of(home, 0), name_of(home, 1)])
+        await expect(names).to_have_text([broken, drained, name_of(fleet, 0), name_of(fleet, 1)])
         await expect(heading(page, "state")).to_have_attribute("aria-sort", "descending")
         for column in await page.locator("#fleet th[data-sort]").all():
             await column.get_by_role("button").click()
@@ -130,9 +130,9 @@ async def test_recent_requests_are_listed_and_a_click_explains_the_pick(
         await page.screenshot(path=SCREENSHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
-        home.groups[0].faults.set("refuse")
-        home.groups[1].faults.set("refuse")
-        await home.ask()
+        fleet.groups[0].faults.set("refuse")
+        fleet.groups[1].faults.set("refuse")
+        await fleet.ask()
         await page.check("#problems")
         await expect(rows).to_have_count(1)
         await expect(rows.first).to_have_class("s-bad")

@@ -1,4 +1,4 @@
-"""What gateways may rely on from any bus. A new implementation is tested here by being in BUSES."""
+"""What gateways may rely on from any bus. Add a new implementation to the `medium` fixture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, TWO, THREE = (bytes([number]) * 8 for number in (1, 2, 3))
 
 
 class Medium:
-    """What buses meet at. `bus` is one gateway's line to it, `drops` what all of them gave up."""
+    """What connects buses: a Redis server or a hub. `drops` has the reasons of dropped frames."""
 
     def __init__(self) -> None:
         self.drops: list[str] = []
@@ -29,14 +29,14 @@ class Medium:
     def bus(self) -> Bus:
         raise NotImplementedError
 
-    async def go(self) -> None:
+    async def stop(self) -> None:
         raise NotImplementedError
 
-    async def come(self) -> None:
+    async def start(self) -> None:
         raise NotImplementedError
 
 
-class AtRedis(Medium):
+class RedisMedium(Medium):
     def __init__(self, server: RedisServer, name: str) -> None:
         super().__init__()
         self._server, self._name = server, name
@@ -44,14 +44,14 @@ class AtRedis(Medium):
     def bus(self) -> Bus:
         return RedisBus(Place(self._server.url, self._name), Random(1), self.drops.append)
 
-    async def go(self) -> None:
+    async def stop(self) -> None:
         self._server.stop()
 
-    async def come(self) -> None:
+    async def start(self) -> None:
         await asyncio.to_thread(self._server.start)
 
 
-class AtHub(Medium):
+class HubMedium(Medium):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
@@ -60,10 +60,10 @@ class AtHub(Medium):
     def bus(self) -> Bus:
         return LocalBus(self._path, self.drops.append)
 
-    async def go(self) -> None:
+    async def stop(self) -> None:
         await self._hub.stop()
 
-    async def come(self) -> None:
+    async def start(self) -> None:
         self._path.unlink(missing_ok=True)
         self._hub = Hub(self._path, self.drops.append)
         await self._hub.start()
@@ -78,90 +78,96 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture(params=["redis", "local"])
 async def medium(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Medium]:
     if request.param == "redis":
-        yield AtRedis(request.getfixturevalue("server"), request.node.name)
+        yield RedisMedium(request.getfixturevalue("server"), request.node.name)
         return
-    hub = AtHub(tmp_path / "hub")
-    await hub.come()
+    hub = HubMedium(tmp_path / "hub")
+    await hub.start()
     yield hub
-    await hub.go()
+    await hub.stop()
 
 
-class Ear:
-    """One gateway's bus, and what it heard."""
+class Subscriber:
+    """One gateway's bus, and the frames it received."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.ages: list[float] = []
 
     def deliver(self, frame: bytes, age_s: float) -> None:
-        self.heard.append(frame)
+        self.received.append(frame)
         self.ages.append(age_s)
 
     def from_others(self) -> list[bytes]:
-        return [frame for frame in self.heard if not frame.startswith(b"own")]
+        return [frame for frame in self.received if not frame.startswith(b"own")]
 
 
 @asynccontextmanager
-async def ears(medium: Medium, *names: bytes) -> AsyncIterator[list[Ear]]:
+async def subscribers(medium: Medium, *names: bytes) -> AsyncIterator[list[Subscriber]]:
     async with AsyncExitStack() as stack:
-        found = []
+        connected = []
         for name in names:
-            ear = Ear(medium.bus())
-            await ear.bus.start(name, ear.deliver)
-            stack.push_async_callback(ear.bus.stop)
-            found.append(ear)
-        await until(lambda: all(ear.bus.state(monotonic()).connected for ear in found))
-        yield found
+            subscriber = Subscriber(medium.bus())
+            await subscriber.bus.start(name, subscriber.deliver)
+            stack.push_async_callback(subscriber.bus.stop)
+            connected.append(subscriber)
+        await until(lambda: all(member.bus.state(monotonic()).connected for member in connected))
+        yield connected
 
 
-async def until(happened: Callable[[], bool]) -> None:
+async def until(is_met: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not happened():
-            await asyncio.sleep(0.005)  # other processes and sockets have nobody to wake us
+        while not is_met():
+            await asyncio.sleep(0.005)  # other processes cannot signal this one
 
 
-async def test_what_one_says_all_others_hear_in_order_and_fresh(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO, THREE) as (one, two, three):
-        said = [f"said {number}".encode() for number in range(300)]
-        for frame in said:
+async def test_all_others_receive_published_frames_in_order_and_without_delay(
+    medium: Medium,
+) -> None:
+    async with subscribers(medium, ONE, TWO, THREE) as (one, two, three):
+        frames = [f"said {number}".encode() for number in range(300)]
+        for frame in frames:
             one.bus.publish(frame)
-        await until(lambda: len(two.heard) >= 300 and len(three.heard) >= 300)
-        assert two.heard == three.heard == said
+        await until(lambda: len(two.received) >= 300 and len(three.received) >= 300)
+        assert two.received == three.received == frames
         assert max(two.ages) < 2.0
         state = two.bus.state(monotonic())
         assert (state.connected, state.staleness_s, state.gaps, medium.drops) == (True, 0.0, 0, [])
 
 
-async def test_what_is_for_one_nobody_else_hears(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO, THREE) as (one, two, three):
+async def test_a_frame_for_one_member_reaches_no_other(medium: Medium) -> None:
+    async with subscribers(medium, ONE, TWO, THREE) as (one, two, three):
         one.bus.publish(b"for two", TWO)
         one.bus.publish(b"for all")
-        await until(lambda: len(two.heard) >= 2 and len(three.heard) >= 1)
-        assert sorted(two.heard) == [b"for all", b"for two"]
-        assert three.heard == [b"for all"]
+        await until(lambda: len(two.received) >= 2 and len(three.received) >= 1)
+        assert sorted(two.received) == [b"for all", b"for two"]
+        assert three.received == [b"for all"]
 
 
-async def test_a_frame_of_any_bytes_and_of_the_greatest_length_comes_as_it_was_sent(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO) as (one, two):
+async def test_frames_of_any_bytes_and_of_the_greatest_length_arrive_unchanged(
+    medium: Medium,
+) -> None:
+    async with subscribers(medium, ONE, TWO) as (one, two):
         frames = [b"", bytes(range(256)), Random(3).randbytes(FRAME_CAP_BYTES)]
         for frame in frames:
             one.bus.publish(frame)
-        await until(lambda: len(two.heard) >= 3)
-        assert two.heard == frames
+        await until(lambda: len(two.received) >= 3)
+        assert two.received == frames
 
 
 async def test_a_longer_frame_is_never_sent_and_is_counted(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO) as (one, two):
+    async with subscribers(medium, ONE, TWO) as (one, two):
         one.bus.publish(bytes(FRAME_CAP_BYTES + 1))
         one.bus.publish(b"next")
-        await until(lambda: bool(two.heard))
-        assert (two.heard, medium.drops) == ([b"next"], ["too_long"])
+        await until(lambda: bool(two.received))
+        assert (two.received, medium.drops) == ([b"next"], ["too_long"])
 
 
-async def test_without_a_medium_publishing_neither_blocks_nor_fails_and_memory_is_bounded(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO) as (one, two):
-        await medium.go()
+async def test_without_a_medium_publishing_neither_blocks_nor_fails_and_memory_is_bounded(
+    medium: Medium,
+) -> None:
+    async with subscribers(medium, ONE, TWO) as (one, two):
+        await medium.stop()
         await until(lambda: not one.bus.state(monotonic()).connected)
         for number in range(200):
             one.bus.publish(number.to_bytes(4, "little") + bytes(64 << 10))
@@ -170,31 +176,39 @@ async def test_without_a_medium_publishing_neither_blocks_nor_fails_and_memory_i
         assert one.bus.state(monotonic()).backlog_bytes <= BACKLOG_CAP_BYTES
         assert set(medium.drops) == {"backlog"}
         await until(lambda: two.bus.state(monotonic()).staleness_s > 0)
-        await medium.come()
-        await until(lambda: bool(two.heard) and int.from_bytes(two.heard[-1][:4], "little") == 199)
-        numbers = [int.from_bytes(frame[:4], "little") for frame in two.heard]
+        await medium.start()
+        await until(
+            lambda: bool(two.received) and int.from_bytes(two.received[-1][:4], "little") == 199
+        )
+        numbers = [int.from_bytes(frame[:4], "little") for frame in two.received]
         assert numbers == sorted(numbers)
         await until(lambda: two.bus.state(monotonic()).staleness_s == 0.0)
 
 
-async def test_a_medium_that_went_and_came_is_used_again_by_all(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO) as (one, two):
+async def test_all_members_use_a_restarted_medium_again(medium: Medium) -> None:
+    async with subscribers(medium, ONE, TWO) as (one, two):
         one.bus.publish(b"before")
-        await until(lambda: two.heard == [b"before"])
-        await medium.go()
-        await until(lambda: not (one.bus.state(monotonic()).connected or two.bus.state(monotonic()).connected))
+        await until(lambda: two.received == [b"before"])
+        await medium.stop()
+        await until(
+            lambda: (
+                not (one.bus.state(monotonic()).connected or two.bus.state(monotonic()).connected)
+            )
+        )
         one.bus.publish(b"own meanwhile")
-        await medium.come()
+        await medium.start()
         async with at_most(5.0):
-            await until(lambda: all(ear.bus.state(monotonic()).connected for ear in (one, two)))
+            await until(
+                lambda: all(member.bus.state(monotonic()).connected for member in (one, two))
+            )
             two.bus.publish(b"own after")
-            await until(lambda: b"own after" in one.heard)
+            await until(lambda: b"own after" in one.received)
 
 
-async def test_one_that_comes_later_and_one_that_goes_trouble_nobody(medium: Medium) -> None:
-    async with ears(medium, ONE, TWO) as (one, two):
-        async with ears(medium, THREE) as (three,):
+async def test_members_that_join_and_leave_do_not_disturb_the_others(medium: Medium) -> None:
+    async with subscribers(medium, ONE, TWO) as (one, two):
+        async with subscribers(medium, THREE) as (three,):
             one.bus.publish(b"hello")
-            await until(lambda: b"hello" in three.heard)
+            await until(lambda: b"hello" in three.received)
         two.bus.publish(b"own still here")
-        await until(lambda: b"own still here" in one.heard)
+        await until(lambda: b"own still here" in one.received)

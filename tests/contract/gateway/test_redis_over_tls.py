@@ -1,4 +1,4 @@
-"""The bus through a Redis that speaks TLS and asks for certificates."""
+"""The bus through a Redis server that requires TLS and client certificates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,23 @@ from tests.ports import free_port
 
 @contextmanager
 def tls_server(folder: Path, files: Files, ca: Path) -> Iterator[str]:
-    """A Redis that serves TLS alone and demands a certificate; its URL."""
+    """Run a Redis server that accepts only TLS with a client certificate. Yields its URL."""
     program = shutil.which("redis-server")
     assert program is not None
     port = free_port()
     options = ["--port", "0", "--tls-port", str(port), "--tls-cert-file", str(files.certificate)]
-    options += ["--tls-key-file", str(files.key), "--tls-ca-cert-file", str(ca), "--tls-auth-clients", "yes"]
+    options += [
+        "--tls-key-file",
+        str(files.key),
+        "--tls-ca-cert-file",
+        str(ca),
+        "--tls-auth-clients",
+        "yes",
+    ]
     process = subprocess.Popen(
-        [program, *options, "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [program, *options, "--save", "", "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield f"rediss://localhost:{port}"
@@ -40,7 +49,7 @@ def tls_server(folder: Path, files: Files, ca: Path) -> Iterator[str]:
 
 
 async def reaches(url: str, settings: ClientSettings) -> str:
-    """ "" when the bus connects, otherwise the problem that it names."""
+    """Return the connection problem that the bus reports, or an empty string if it connects."""
     bus = RedisBus(Place(url, "fleet", tls=settings), Random(1), lambda reason: None)
     await bus.start(b"me" * 4, lambda frame, age_s: None)
     try:
@@ -54,7 +63,7 @@ async def reaches(url: str, settings: ClientSettings) -> str:
         await bus.stop()
 
 
-async def test_redis_is_trusted_by_its_authority_and_shown_the_gateways_certificate(
+async def test_the_bus_verifies_redis_by_its_authority_and_presents_the_gateways_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "FIRST_RETRY_S", 0.05)

@@ -1,4 +1,6 @@
-"""A Redis that lets gateways in and refuses to be written to: no bus, told once, and asked ever more seldom."""
+"""A Redis server that refuses writes: the bus stays down, logs it once and retries ever more
+slowly.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
+async def test_a_replica_is_not_used_until_it_accepts_writes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
@@ -58,13 +60,15 @@ async def test_a_replica_is_no_bus_until_it_takes_what_is_written(
             await operator.execute_command("REPLICAOF", "NO", "ONE")
         await until(lambda: bus.state(monotonic()).connected and heard == [b"refused at first"])
         await bus.stop()
-    told = [record.message for record in caplog.records if "shared state" in record.message]
-    assert [line.split(" redis://")[0] for line in (told[0], told[-1])] == [
+    messages = [record.message for record in caplog.records if "shared state" in record.message]
+    assert [line.split(" redis://")[0] for line in (messages[0], messages[-1])] == [
         "shared state: connected to Redis at",
         "shared state: connected again to Redis at",
     ]
-    problems = [line for line in told if line.startswith("shared state: no Redis at")]
-    assert len({*problems}) == len(problems) == len(told) - 2, "each problem of an outage is logged once"
+    problems = [line for line in messages if line.startswith("shared state: no Redis at")]
+    assert len({*problems}) == len(problems) == len(messages) - 2, (
+        "each problem of an outage is logged once"
+    )
     assert any("it is a replica and takes no writes" in line for line in problems)
 
 
@@ -77,7 +81,9 @@ async def test_a_wrong_password_is_named_without_showing_it(
     with redis_server() as server:
         async with Redis.from_url(server.url) as operator:
             await operator.config_set("requirepass", "right-one")
-        bus = RedisBus(Place(server.url, "fleet", password="hunter2"), Random(1), lambda reason: None)
+        bus = RedisBus(
+            Place(server.url, "fleet", password="hunter2"), Random(1), lambda reason: None
+        )
         await bus.start(b"me" * 4, lambda frame, age_s: None)
         await until(lambda: bus.state(monotonic()).problem != "")
         assert "it refuses the user or the password" in bus.state(monotonic()).problem
@@ -86,12 +92,12 @@ async def test_a_wrong_password_is_named_without_showing_it(
         await until(lambda: bus.state(monotonic()).connected)
         assert bus.state(monotonic()).problem == ""
         await bus.stop()
-    told = [record.message for record in caplog.records if "shared state" in record.message]
-    assert [line.split(" redis://")[0] for line in told] == [
+    messages = [record.message for record in caplog.records if "shared state" in record.message]
+    assert [line.split(" redis://")[0] for line in messages] == [
         "shared state: no Redis at",
         "shared state: connected again to Redis at",
     ]
-    assert not any("hunter2" in line or "right-one" in line for line in told)
+    assert not any("hunter2" in line or "right-one" in line for line in messages)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +105,21 @@ async def test_a_wrong_password_is_named_without_showing_it(
     [
         (ConnectionError("Error 111 connecting"), "ConnectionError"),
         (TimeoutError(), "it does not answer in time"),
-        (ResponseError("NOAUTH Authentication required."), "it wants a password and none is configured"),
-        (ResponseError("AUTH <password> called without any password configured"), "a password is configured here"),
+        (
+            ResponseError("NOAUTH Authentication required."),
+            "it wants a password and none is configured",
+        ),
+        (
+            ResponseError("AUTH <password> called without any password configured"),
+            "a password is configured here",
+        ),
         (ResponseError("MISCONF Redis is configured to save"), "it takes no writes"),
         (ResponseError("anything with sk-secret in it"), "ResponseError"),
     ],
 )
-def test_errors_of_redis_are_described_without_what_was_sent(error: Exception, meaning: str) -> None:
+def test_errors_of_redis_are_described_without_what_was_sent(
+    error: Exception, meaning: str
+) -> None:
     assert describe_redis_error(error).startswith(meaning)
     assert "sk-secret" not in describe_redis_error(error)
 

@@ -65,8 +65,8 @@ class Cache:
         self.rows = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
     def write(self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int]) -> None:
-        for rank, _, at, row in self._cells(layout, blocks):
-            regions[rank].bytes[at : at + row.size] = row
+        for rank, _, offset, row in self._cells(layout, blocks):
+            regions[rank].bytes[offset : offset + row.size] = row
 
     def differs(
         self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0
@@ -74,8 +74,8 @@ class Cache:
         """Return how many rows from token `skip` on are wrong."""
         cells = self._cells(layout, blocks)
         return sum(
-            not np.array_equal(regions[rank].bytes[at : at + row.size], row)
-            for rank, token, at, row in cells
+            not np.array_equal(regions[rank].bytes[offset : offset + row.size], row)
+            for rank, token, offset, row in cells
             if token >= skip
         )
 
@@ -85,9 +85,9 @@ class Cache:
             layer, part, head, token = index
             block, inside = blocks[token // layout.block_tokens], token % layout.block_tokens
             for rank in range(layout.pp * layout.tp):
-                at = cell(layout, rank, layer, part, head, block, inside)
-                if at is not None:
-                    yield rank, token, at, self.rows[index]
+                offset = cell(layout, rank, layer, part, head, block, inside)
+                if offset is not None:
+                    yield rank, token, offset, self.rows[index]
 
 
 @dataclass
@@ -152,18 +152,20 @@ async def groups(
     """Start groups p0, p1, ... over one transport. At the end nothing may be in use."""
     clock = ThreadClock()
     wire = Wire(clock)
-    made = []
+    created = []
     async with AsyncExitStack() as stack:
         stack.callback(clock.close)
-        for at, layout in enumerate(layouts):
-            chosen = options[at] if at < len(options) else PATIENT
-            key = keys[at] if at < len(keys) else KEY
-            made.append(group(f"p{at}", layout, [make(transport, wire)], options=chosen, key=key))
-            stack.callback(made[-1].forget)
-            await made[-1].agent.start()
-            stack.push_async_callback(made[-1].agent.close)
-        yield made
-    assert [each.held for each in made] == [0] * len(made)
+        for index, layout in enumerate(layouts):
+            chosen = options[index] if index < len(options) else PATIENT
+            key = keys[index] if index < len(keys) else KEY
+            created.append(
+                group(f"p{index}", layout, [make(transport, wire)], options=chosen, key=key)
+            )
+            stack.callback(created[-1].forget)
+            await created[-1].agent.start()
+            stack.push_async_callback(created[-1].agent.close)
+        yield created
+    assert [member.held for member in created] == [0] * len(created)
 
 
 async def until(holds: Callable[[], object], what: str = "it has not come about") -> None:

@@ -45,11 +45,11 @@ def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
     """Yield `count` unstarted transports of one kind. They are closed afterwards."""
     clock = ThreadClock()
     wire = Wire(clock)
-    made = [make(name, wire) for _ in range(count)]
+    created = [make(name, wire) for _ in range(count)]
     try:
-        yield made
+        yield created
     finally:
-        for transport in made:
+        for transport in created:
             transport.close()
         clock.close()
 
@@ -167,7 +167,7 @@ class Owner:
             while sum(heard.kind == kind for heard in self.heard) < count:
                 left = deadline - time.monotonic()
                 assert left > 0, (
-                    f"{kind} was not heard {count} times but {[each.kind for each in self.heard]}"
+                    f"{kind} was not heard {count} times but {[event.kind for event in self.heard]}"
                 )
                 self.bell.wait(left)
         return self.all(kind)[:count]

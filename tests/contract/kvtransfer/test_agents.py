@@ -121,15 +121,15 @@ async def test_layers_are_sent_as_they_are_computed(transport: str) -> None:
         landing = sink.agent.fetch(
             source.agent.address, "r", range(10, 16), tokens, ticket=offer.ticket
         )
-        seen = []
+        observations = []
         for layer in range(1, 5):
             offer.ready(layer)
             # With one-sided writes no progress is reported before the fence.
             assert transport == "rdma" or await soon(landing.reached(layer)), landing.end
-            seen.append(landing.layers)
+            observations.append(landing.layers)
         assert (await soon(landing.ended())).landed
         assert landing.layers == 4
-        assert seen == ([0] * 4 if transport == "rdma" else [1, 2, 3, 4])
+        assert observations == ([0] * 4 if transport == "rdma" else [1, 2, 3, 4])
         assert cache.differs(layout, sink.regions, [10]) == 0
 
 
@@ -162,18 +162,20 @@ async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         for region in source.regions:
             region.bytes.reshape(32, -1)[:] = np.arange(32, dtype=np.uint8)[:, None]
-        offers = [source.agent.offer(f"r{at}", [at % 16], 16, public=True) for at in range(100)]
+        offers = [
+            source.agent.offer(f"r{index}", [index % 16], 16, public=True) for index in range(100)
+        ]
         landings = [
             sink.agent.fetch(
                 source.agent.address,
-                f"r{at}",
-                [16 + at % 16],
+                f"r{index}",
+                [16 + index % 16],
                 16,
-                klass=("interactive", "bulk")[at % 2],
+                klass=("interactive", "bulk")[index % 2],
             )
-            for at in range(100)
+            for index in range(100)
         ]
-        ends = [await soon(each.ended()) for each in (*landings, *offers)]
+        ends = [await soon(transfer.ended()) for transfer in (*landings, *offers)]
         assert {end.reason for end in ends} == {Reason.LANDED}
         assert sink.agent.figures()["links"] == 1
         for region in sink.regions:
@@ -201,7 +203,7 @@ async def refused(
 async def test_a_ticket_is_valid_for_its_own_offer_once(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         one, other = (
-            source.agent.offer(name, [at], 16) for at, name in enumerate(("one", "other"))
+            source.agent.offer(name, [index], 16) for index, name in enumerate(("one", "other"))
         )
         forged = one.ticket[:-4] + ("AAAA" if one.ticket[-4:] != "AAAA" else "BBBB")
         assert await refused(source, sink, "one", forged) is Reason.BAD_TICKET
@@ -245,13 +247,15 @@ async def test_only_one_invitation_may_wait_for_a_name(transport: str) -> None:
 async def test_waiting_invitations_are_limited(transport: str) -> None:
     strict = msgspec.structs.replace(PATIENT, most_waiting=2)
     async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
-        waiting = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(2)]
+        waiting = [
+            sink.agent.fetch(source.agent.address, f"r{index}", [index], 16) for index in range(2)
+        ]
         await until(
             lambda: source.agent.figures()["leases"]["waiting_invitations"] == 2, "not waiting"
         )
         assert await refused(source, sink, "one more", None) is Reason.TOO_MANY_WAITING
-        for each in waiting:
-            each.cancel()
+        for transfer in waiting:
+            transfer.cancel()
 
 
 async def test_an_invitation_waits_for_a_limited_time(transport: str) -> None:
@@ -394,13 +398,13 @@ async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
 async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         short = source.agent.offer("short", [0], 16, ttl_s=PATIENCE_S / 50)
-        kept = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 4)
-        assert kept.renew(10 * PATIENCE_S)
+        kept_offer = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 4)
+        assert kept_offer.renew(10 * PATIENCE_S)
         end = await soon(short.ended())
         assert (end.how, end.reason) == (How.EXPIRED, Reason.LEASE_EXPIRED)
         assert await refused(source, sink, "short", short.ticket) is Reason.TICKET_EXPIRED
         assert not short.renew(1)
-        landing = sink.agent.fetch(source.agent.address, "kept", [4], 16, ticket=kept.ticket)
+        landing = sink.agent.fetch(source.agent.address, "kept", [4], 16, ticket=kept_offer.ticket)
         assert (await soon(landing.ended())).landed
 
 
@@ -420,13 +424,16 @@ async def test_a_landing_has_a_deadline(transport: str) -> None:
 async def test_closing_ends_everything_on_both_sides(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offers = [
-            source.agent.offer(f"r{at}", [at], 16, ready_layers=0, public=True) for at in range(3)
+            source.agent.offer(f"r{index}", [index], 16, ready_layers=0, public=True)
+            for index in range(3)
         ]
-        landings = [sink.agent.fetch(source.agent.address, f"r{at}", [at], 16) for at in range(4)]
+        landings = [
+            sink.agent.fetch(source.agent.address, f"r{index}", [index], 16) for index in range(4)
+        ]
         await until(lambda: source.agent.figures()["leases"]["claimed"] == 3, "not claimed")
         await soon(source.agent.close())
-        assert {each.end.reason for each in offers if each.end} == {Reason.CLOSED}
-        ends = [await soon(each.ended()) for each in landings]
+        assert {transfer.end.reason for transfer in offers if transfer.end} == {Reason.CLOSED}
+        ends = [await soon(transfer.ended()) for transfer in landings]
         assert {end.reason for end in ends} <= {Reason.CLOSED, Reason.LINK_LOST}
         with pytest.raises(RuntimeError):
             source.agent.offer("more", [0], 16, public=True)
@@ -449,14 +456,14 @@ async def test_nothing_writes_the_sinks_blocks_after_an_end(transport: str) -> N
     async with groups(transport, layout, layout) as (source, sink):
         for region in source.regions:
             region.bytes[:] = 0x55
-        for at in range(12):
-            offer = source.agent.offer(f"r{at}", range(16), 16 * 64)
+        for index in range(12):
+            offer = source.agent.offer(f"r{index}", range(16), 16 * 64)
             landing = sink.agent.fetch(
-                source.agent.address, f"r{at}", range(16, 32), 16 * 64, ticket=offer.ticket
+                source.agent.address, f"r{index}", range(16, 32), 16 * 64, ticket=offer.ticket
             )
-            if at % 3:
+            if index % 3:
                 await until(lambda: source.agent.figures()["leases"]["offered"] == 0, "not claimed")
-            (landing.cancel if at % 2 else offer.revoke)()
+            (landing.cancel if index % 2 else offer.revoke)()
             await soon(landing.ended())
             for region in sink.regions:
                 region.bytes[:] = 0xAA
@@ -523,7 +530,7 @@ async def test_closed_agents_leave_neither_threads_nor_descriptors(transport: st
     for _ in range(3):
         await _one_life(transport)
     await until(
-        lambda: not [each for each in _transfer_threads() - threads if each.is_alive()],
+        lambda: not [transfer for transfer in _transfer_threads() - threads if transfer.is_alive()],
         "threads are left",
     )
     await until(lambda: _descriptors() <= descriptors, "descriptors are left open")

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 
 @pytest.fixture
 def pair(name: str) -> Iterator[Pair]:
-    with linked_pair(name) as made:
-        yield made
+    with linked_pair(name) as connected:
+        yield connected
 
 
 def eventually(holds: Callable[[], object], what: str) -> None:
@@ -82,7 +82,7 @@ def test_bytes_arrive_as_planned_and_nowhere_else(pair: Pair, runs: int, longest
 def test_many_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
     moves = scattered(3, 600, 2000)
     pieces = [moves.cut(first, 20) for first in range(0, 600, 20)]
-    heads = [window(1 + at % 3, runs, group=at // 3) for at, runs in enumerate(pieces)]
+    heads = [window(1 + index % 3, runs, group=index // 3) for index, runs in enumerate(pieces)]
     pair.expect(dict(zip(heads, pieces, strict=True)))
     for transfer in (1, 2, 3):
         pair.admit(transfer)
@@ -130,12 +130,12 @@ def test_a_window_whose_blocks_changed_owner_is_stale(
     head = window(1, moves)
     pair.expect({head: moves})
     pair.admit(1)
-    said = chain(answers, repeat(answers[-1]))
+    replies = chain(answers, repeat(answers[-1]))
 
     def current() -> bool:
         """Return True once: the blocks change owner right after the first check."""
         pair.source_region.bump(range(BLOCKS))
-        return next(said)
+        return next(replies)
 
     pair.put(head, moves, current=current)
     assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
@@ -149,10 +149,10 @@ def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
     pair.expect(dict(zip(heads, (held, dropped, kept), strict=True)))
     for transfer in (1, 2, 3):
         pair.admit(transfer)
-    asked = count()
+    calls = count()
 
     def slowly() -> bool:
-        assert next(asked) or gate.wait(PATIENCE_S)
+        assert next(calls) or gate.wait(PATIENCE_S)
         return True
 
     pair.put(heads[0], held, current=slowly)
@@ -172,7 +172,7 @@ def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
 def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair) -> None:
     moves = scattered(10, 200, 4096)
     pieces = [moves.cut(first, 10) for first in range(0, 200, 10)]
-    heads = [window(1, runs, group=at) for at, runs in enumerate(pieces)]
+    heads = [window(1, runs, group=index) for index, runs in enumerate(pieces)]
     pair.expect(dict(zip(heads, pieces, strict=True)))
     pair.admit(1)
     for head, runs in zip(heads[:10], pieces[:10], strict=True):
@@ -182,7 +182,7 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
     pair.sink.fence(1)
     assert pair.sink_owner.wait("fenced") == [1]
     with pair.sink_owner.bell:
-        told = len(pair.sink_owner.all("landed"))
+        landed_count = len(pair.sink_owner.all("landed"))
         pair.sink_region.bytes[:] = 0
     for head, runs in zip(heads[10:], pieces[10:], strict=True):
         pair.put(head, runs)
@@ -195,7 +195,7 @@ def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair
             "neither sent nor broken",
         )
     assert not pair.sink_region.bytes.any()
-    assert len(pair.sink_owner.all("landed")) == told
+    assert len(pair.sink_owner.all("landed")) == landed_count
 
 
 @pytest.mark.parametrize("end", ["own", "far"])
@@ -237,19 +237,19 @@ def test_any_received_byte_shows_that_the_peer_lives(pair: Pair) -> None:
 
 
 def test_several_threads_may_send_at_once(pair: Pair) -> None:
-    def say(who: int) -> None:
-        for at in range(200):
-            pair.sink.send(bytes([who]) + at.to_bytes(2, "big"))
+    def say(sender: int) -> None:
+        for index in range(200):
+            pair.sink.send(bytes([sender]) + index.to_bytes(2, "big"))
 
-    threads = [threading.Thread(target=say, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=say, args=(sender,)) for sender in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     heard = pair.source_owner.wait("message", 800)
-    for who in range(4):
-        mine = [data[1:] for data in heard if isinstance(data, bytes) and data[0] == who]
-        assert mine == [at.to_bytes(2, "big") for at in range(200)]
+    for sender in range(4):
+        mine = [data[1:] for data in heard if isinstance(data, bytes) and data[0] == sender]
+        assert mine == [index.to_bytes(2, "big") for index in range(200)]
 
 
 def test_an_absent_peer_is_a_transport_error_soon(pair: Pair) -> None:

@@ -22,7 +22,10 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 # The proof may take long on a busy machine, and a test must not pass because idle connections timed
 # out.
 DEFAULTS = Options(misses=60, handshake_s=120.0)
-HOSTS = {"one address": ["127.0.0.1"], "several addresses": [f"127.0.0.{at}" for at in range(2, 7)]}
+HOSTS = {
+    "one address": ["127.0.0.1"],
+    "several addresses": [f"127.0.0.{index}" for index in range(2, 7)],
+}
 
 
 def connect(agent: Agent, from_host: str) -> socket.socket:
@@ -61,8 +64,10 @@ async def besieged(
     """
     async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
         with ExitStack() as stack:
-            for at in range(count):
-                sock = stack.enter_context(closing(connect(source.agent, hosts[at % len(hosts)])))
+            for index in range(count):
+                sock = stack.enter_context(
+                    closing(connect(source.agent, hosts[index % len(hosts)]))
+                )
                 sock.sendall(said)
             await until(
                 lambda: taken_in(source.agent) == count, "not all connections were taken in"
@@ -108,8 +113,8 @@ async def test_memory_for_connections_without_the_key_is_bounded() -> None:
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
         links = list(source.agent._board._peer_links)
         await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
-        held = sum(link.received_bytes for link in links)
-        assert held <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
+        received_bytes = sum(link.received_bytes for link in links)
+        assert received_bytes <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
         await fetch(source, sink, "r")
         with closing(connect(source.agent, "127.0.0.1")) as sock:
             with suppress(OSError):
@@ -129,10 +134,10 @@ async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
     async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
         with ExitStack() as stack:
             members = []
-            for at in range(40):
+            for index in range(40):
                 members.append(stack.enter_context(closing(connect(source.agent, "127.0.0.1"))))
-                nonce = greeting_nonce(KEY, at.to_bytes(8, "big"))
-                hello = encode(Hello(VERSION, nonce, Card(f"m{at}", bytes(16), SMALL), 1))
+                nonce = greeting_nonce(KEY, index.to_bytes(8, "big"))
+                hello = encode(Hello(VERSION, nonce, Card(f"m{index}", bytes(16), SMALL), 1))
                 members[-1].sendall(frame(Kind.MESSAGE, hello))
                 assert await asyncio.to_thread(members[-1].recv, 1), "no Welcome"
                 await until(lambda: not unproven(source.agent))
@@ -187,6 +192,6 @@ async def test_a_flood_of_connections_without_the_key_starves_no_member(flood: l
         await until(
             lambda: source.agent.figures()["faults"].get("strangers", 0) > 20, "there is no flood"
         )
-        for at, sink in enumerate(sinks):
-            await fetch(source, sink, f"r{at}")
+        for index, sink in enumerate(sinks):
+            await fetch(source, sink, f"r{index}")
         flood[0] = 0

@@ -26,7 +26,7 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
             assert kind.le is not None, f"{kind} has no most"
             return [kind.ge, kind.le]
         case inspect.UnionType():
-            return [value for each in kind.types for value in edges(each, rng)]
+            return [value for member_type in kind.types for value in edges(member_type, rng)]
         case inspect.DictType():
             return [{"tenant": value, "other": 1.0} for value in edges(kind.value_type, rng)]
         case inspect.LiteralType():
@@ -40,21 +40,21 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
     """Draw an edge value or nothing for each parameter."""
-    found = {
+    result = {
         field.name: edges(inspect.type_info(field.type), rng)
         for field in msgspec.structs.fields(kind)
     }
-    return {name: rng.choice(values) for name, values in found.items() if rng.random() < 0.5}
+    return {name: rng.choice(values) for name, values in result.items() if rng.random() < 0.5}
 
 
 def builds(
     build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]
 ) -> list[T]:
     """Build a dozen with accepted edge values; many draws break a rule over several parameters."""
-    made, rng = list[T](), Random(name)
+    built, rng = list[T](), Random(name)
     for _ in range(2000):
         with suppress(PolicyConfigError):
-            made.append(build(name, parameters(kind, rng)))
-        if len(made) == 12:
-            return made
-    raise AssertionError(f"{name} takes hardly anything: {len(made)} of 2000")
+            built.append(build(name, parameters(kind, rng)))
+        if len(built) == 12:
+            return built
+    raise AssertionError(f"{name} takes hardly anything: {len(built)} of 2000")

@@ -31,7 +31,7 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
     """Yield about a hundred verdicts of one admission, with bookings and ends in between."""
-    found = list[tuple[int, object]]()
+    collected = list[tuple[int, object]]()
     for number, ask, candidates in cases():
         rng = Random(f"{number} {seed}")
         now = 100.0 + number / 7
@@ -57,7 +57,7 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
         question = Ask(request, now, rng, ask.cached, ask.tried, ask.fingerprint)
         before = snapshot(candidates)
         verdict = admission.judge(question, candidates, view(rng, candidates))
-        found.append((number, verdict))
+        collected.append((number, verdict))
         if isinstance(verdict, Admit):
             admission.booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
             if rng.random() < 0.8:
@@ -68,7 +68,7 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
                 )
         admission.tick(now, candidates)
         assert snapshot(candidates) == before, number
-    return found
+    return collected
 
 
 def check(number: int, verdict: object) -> None:
@@ -87,9 +87,11 @@ def test_every_verdict_is_well_formed(name: str) -> None:
         check(number, verdict)
 
 
-def test_a_verdict_is_whole_whatever_parameters_are_taken(name: str) -> None:
-    for made in builds(admission_registry.build_admission, name, admission_registry.params_type(name)):
-        for number, verdict in verdicts(made, 3):
+def test_verdicts_are_well_formed_with_extreme_parameters(name: str) -> None:
+    for admission in builds(
+        admission_registry.build_admission, name, admission_registry.params_type(name)
+    ):
+        for number, verdict in verdicts(admission, 3):
             check(number, verdict)
 
 
@@ -108,5 +110,7 @@ def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:
 
 
 def test_two_builds_share_no_memory(name: str) -> None:
-    assert admission_registry.build_admission(name, {}) is not admission_registry.build_admission(name, {})
+    assert admission_registry.build_admission(name, {}) is not admission_registry.build_admission(
+        name, {}
+    )
     assert admission_registry.build_admission(name, {}).name == name

@@ -70,13 +70,13 @@ def cases() -> Iterator[tuple[int, Ask, list[Candidate]]]:
         cached = [
             rng.choice((0, prompt, rng.randint(0, prompt))) for _ in range(rng.choice((0, 3, 100)))
         ]
-        tried = frozenset(
+        tried_names = frozenset(
             f"tp{slot}" for slot in rng.sample(slots, min(len(slots), rng.choice((0, 0, 1, 3))))
         )
         prints = (
             PRINTS.of(b"salt", TEXT[: rng.randrange(len(TEXT))]) if rng.random() < 0.5 else None
         )
-        yield number, Ask(request, 100.0, rng, cached, tried, prints), fleet
+        yield number, Ask(request, 100.0, rng, cached, tried_names, prints), fleet
 
 
 def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -84,11 +84,17 @@ def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
 
     A retry may exceed a cap if no other endpoint has room.
     """
-    asked = [
-        each for each in candidates if each.load.available and each.endpoint.name not in ask.tried
+    untried = [
+        candidate
+        for candidate in candidates
+        if candidate.load.available and candidate.endpoint.name not in ask.tried
     ]
-    below = [each for each in asked if each.load.in_flight < each.endpoint.max_concurrency]
-    return below or asked if ask.tried else below
+    below = [
+        candidate
+        for candidate in untried
+        if candidate.load.in_flight < candidate.endpoint.max_concurrency
+    ]
+    return below or untried if ask.tried else below
 
 
 def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
@@ -98,12 +104,12 @@ def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
 def test_a_pick_is_one_of_the_allowed_candidates(name: str) -> None:
     policy = registry.build(name, {})
     for number, ask, candidates in cases():
-        found = pick(policy, ask, candidates)
-        if found is not None:
-            assert any(found.candidate is candidate for candidate in candidates), number
-            assert found.candidate in able(ask, candidates), number
-            assert 1 <= found.considered <= len(candidates), number
-            assert 0 <= found.cached_tokens <= ask.request.prompt_tokens, number
+        picked = pick(policy, ask, candidates)
+        if picked is not None:
+            assert any(picked.candidate is candidate for candidate in candidates), number
+            assert picked.candidate in able(ask, candidates), number
+            assert 1 <= picked.considered <= len(candidates), number
+            assert 0 <= picked.cached_tokens <= ask.request.prompt_tokens, number
 
 
 def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
@@ -131,12 +137,12 @@ def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
 
 def test_the_same_seed_makes_the_same_choices(name: str) -> None:
     def choices() -> list[str | None]:
-        policy, rng, made = registry.build(name, {}), Random(7), []
+        policy, rng, names = registry.build(name, {}), Random(7), []
         for _, ask, candidates in cases():
             question = Ask(ask.request, ask.now, rng, ask.cached, ask.tried, ask.fingerprint)
-            found = [pick(policy, question, candidates) for _ in range(3)]
-            made += [one and one.candidate.endpoint.name for one in found]
-        return made
+            picks = [pick(policy, question, candidates) for _ in range(3)]
+            names += [picked and picked.candidate.endpoint.name for picked in picks]
+        return names
 
     assert choices() == choices()
 
@@ -171,9 +177,9 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
     ]
     counts = [0] * 4
     for _ in range(2000):
-        found = pick(policy, Ask(Request("id", "m", "t", 100, 10), 0.0, rng), candidates)
-        assert found is not None
-        counts[found.candidate.load.slot] += 1
+        picked = pick(policy, Ask(Request("id", "m", "t", 100, 10), 0.0, rng), candidates)
+        assert picked is not None
+        counts[picked.candidate.load.slot] += 1
     assert max(counts) / min(counts) <= 1.3
 
 
@@ -212,10 +218,10 @@ def test_only_policies_that_read_prefixes_depend_on_them(name: str) -> None:
     def choices(cached: Sequence[int]) -> list[int]:
         own = registry.build(name, {})
         return [
-            found.candidate.load.slot
+            picks.candidate.load.slot
             for seed in range(20)
             if (
-                found := pick(
+                picks := pick(
                     own,
                     Ask(request, 0.0, Random(seed), cached, frozenset(), PRINTS.of(b"", TEXT)),
                     fleet,

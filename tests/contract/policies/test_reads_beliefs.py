@@ -44,16 +44,16 @@ def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: s
     assert policy.reads_beliefs == (name in READERS)
     if policy.reads_beliefs:
         return
-    found = []
+    results = []
     for seed in (1, 2):
         policy = registry.build(name, {})
         for _, ask, candidates in cases():
             muddled(candidates, seed)
             chosen = pick(policy, ask, candidates)
-            found.append(
+            results.append(
                 None if chosen is None else (chosen.candidate.load.slot, list(chosen.scores))
             )
-    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert results[: len(results) // 2] == results[len(results) // 2 :]
 
 
 @pytest.mark.parametrize("name", admission_registry.names())
@@ -62,7 +62,7 @@ def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(na
     assert admission.reads_beliefs == (name in {"priced", "early_rejection"})
     if admission.reads_beliefs:
         return
-    found = []
+    results = []
     for seed in (1, 2):
         admission = admission_registry.build_admission(name, {})
         for number, ask, candidates in cases():
@@ -70,8 +70,8 @@ def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(na
             question = Ask(
                 ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint
             )
-            found.append(admission.judge(question, candidates, view(Random(number), candidates)))
-    assert found[: len(found) // 2] == found[len(found) // 2 :]
+            results.append(admission.judge(question, candidates, view(Random(number), candidates)))
+    assert results[: len(results) // 2] == results[len(results) // 2 :]
 
 
 def test_token_routing_with_a_given_rate_needs_no_belief_of_it() -> None:

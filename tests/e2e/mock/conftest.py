@@ -1,4 +1,4 @@
-"""What the tests of one mock TP group over real sockets share: the group, and the loop that the command runs on."""
+"""Fixtures of the mock server tests: a running mock TP group, and the event loop of the command."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from tests.e2e.mock_group import Mock, mock
+from tests.e2e.mock_group import MockGroup, mock_group
 
 
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """uvloop, as in the command: its transports are stricter than asyncio's."""
+    """Use uvloop, as the command does. Its transports are stricter than asyncio's."""
     return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture
-async def group() -> AsyncIterator[Mock]:
-    async with mock() as running:
+async def group() -> AsyncIterator[MockGroup]:
+    async with mock_group() as running:
         yield running

@@ -138,14 +138,14 @@ class SplitScheduler:
             assert len(job.blocks) * SIZE >= job.prompt_tokens
         for job in scheduler.kept:
             assert job.state is State.DONE
-        held = {
+        holdings = {
             block
             for job in [*scheduler.fetching, *scheduler.fetched, *scheduler.prefilling]
             for block in job.blocks
         }
-        held |= {block for job in scheduler.decoding for block in job.blocks}
-        held |= {block for blocks in scheduler.kept.values() for block in blocks}
-        assert len(held) == scheduler.pool.total - scheduler.pool.free
+        holdings |= {block for job in scheduler.decoding for block in job.blocks}
+        holdings |= {block for blocks in scheduler.kept.values() for block in blocks}
+        assert len(holdings) == scheduler.pool.total - scheduler.pool.free
 
     def act(self, job: Job, how: int) -> None:
         """Apply an external event: KV lands or fails, a client leaves, or blocks are released."""

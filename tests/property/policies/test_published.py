@@ -35,17 +35,17 @@ def test_best_then_is_the_least_of_minus_score_then_costs(
         candidate(slot, in_flight=one, decode_tokens=two) for slot, (one, two) in enumerate(loads)
     ]
     pick = pickers.best_then(lambda load: load.in_flight, lambda load: load.decode_tokens)
-    found = pick(ask(seed=seed), fleet, given_)
+    result = pick(ask(seed=seed), fleet, given_)
     order = [(-score, *load) for score, load in zip(given_, loads, strict=True)]
-    assert order[found] == min(order)
+    assert order[result] == min(order)
 
 
 @few
 @given(scores, st.integers())
 def test_the_better_of_two_is_never_the_only_worst(given_: list[float], seed: int) -> None:
-    found = pickers.better_of_two(ask(seed=seed), [], given_)
-    assert 0 <= found < len(given_)
-    assert len(given_) == 1 or given_[found] > min(given_) or given_.count(min(given_)) > 1
+    result = pickers.better_of_two(ask(seed=seed), [], given_)
+    assert 0 <= result < len(given_)
+    assert len(given_) == 1 or given_[result] > min(given_) or given_.count(min(given_)) > 1
 
 
 @few
@@ -54,10 +54,10 @@ def test_softmax_always_draws_a_candidate(
     given_: list[float], temperature: float, seed: int
 ) -> None:
     fleet = [candidate(slot) for slot in range(len(given_))]
-    found = pickers.softmax(temperature)(ask(seed=seed), fleet, given_)
-    assert 0 <= found < len(given_)
+    result = pickers.softmax(temperature)(ask(seed=seed), fleet, given_)
+    assert 0 <= result < len(given_)
     if temperature == 0:
-        assert given_[found] == max(given_)
+        assert given_[result] == max(given_)
 
 
 @few
@@ -71,7 +71,7 @@ def test_dynamos_cost_is_never_below_the_blocks_in_use(
         candidate(slot, prefill_tokens=one, decode_tokens=two)
         for slot, (one, two, _) in enumerate(loads)
     ]
-    cached = [min(size, held) for _, _, held in loads]
+    cached = [min(size, cached_tokens) for _, _, cached_tokens in loads]
     for score, (one, two, _) in zip(
         blocks(DynamoKv())(ask(size, cached=cached), fleet), loads, strict=True
     ):
@@ -82,12 +82,12 @@ def test_dynamos_cost_is_never_below_the_blocks_in_use(
 @few
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9))
 def test_queue_scores_reach_from_nought_to_one_and_fall_with_the_queue(queues: list[int]) -> None:
-    found = short_queue(5.0)(
+    result = short_queue(5.0)(
         ask(), [candidate(slot, in_flight=queue) for slot, queue in enumerate(queues)]
     )
-    assert max(found) == 1.0
-    assert min(found) == (0.0 if len(set(queues)) > 1 else 1.0)
-    for (one, score), (other, rival) in pairwise(zip(queues, found, strict=True)):
+    assert max(result) == 1.0
+    assert min(result) == (0.0 if len(set(queues)) > 1 else 1.0)
+    for (one, score), (other, rival) in pairwise(zip(queues, result, strict=True)):
         assert (one < other) == (score > rival)
 
 
@@ -100,9 +100,9 @@ def test_cold_prompts_go_round_whatever_hits_come_between(
     took: Counter[int] = Counter()
     for hit in hits:
         question = ask(cached=[500] if hit else [], seed=rng.randrange(10**9))
-        found = turns.score(question, fleet)
-        assert all(0.0 <= score <= 1.0 for score in found)
-        chosen = turns.pick(question, fleet, found)
+        result = turns.score(question, fleet)
+        assert all(0.0 <= score <= 1.0 for score in result)
+        chosen = turns.pick(question, fleet, result)
         took[chosen] += not hit
     assert max(took.values(), default=0) - min((took[slot] for slot in range(size)), default=0) <= 1
 
@@ -119,11 +119,11 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
     fleet = [candidate(slot, **PACE) for slot in range(len(latencies))]
     for each, (first, step) in zip(fleet, latencies, strict=True):
         each.load.ready_at, each.load.step_s, each.load.belief = 100.0 + first, step, INSTANT
-    found = latency(0.8, 0.2)(asked(Slo("chat", ttft_s, tpot_s)), fleet)
+    result = latency(0.8, 0.2)(asked(Slo("chat", ttft_s, tpot_s)), fleet)
     in_time = [
         each.load.ready_at - 100.0 <= ttft_s and each.load.step_s <= tpot_s for each in fleet
     ]
-    for score, good in zip(found, in_time, strict=True):
+    for score, good in zip(result, in_time, strict=True):
         assert (score >= 3.0 - 1e-9) if good else (score <= 3.0 + 1e-9)
 
 
@@ -137,16 +137,16 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
 def test_prebles_window_is_the_sum_of_what_is_in_it(
     steps: list[tuple[float, int, int, int]],
 ) -> None:
-    window, now, kept = Window(60.0), 0.0, dict[str, Given]()
+    window, now, recent = Window(60.0), 0.0, dict[str, Given]()
     for later, request, slot, tokens in steps:
         now += later
         window.expire(now)
         window.add(Given(now, f"{request}", slot, tokens / 7, tokens // 2, tokens))
-        kept[f"{request}"] = Given(now, f"{request}", slot, tokens / 7, tokens // 2, tokens)
-        kept = {name: each for name, each in kept.items() if each.at >= now - 60.0}
-        assert len(window) == len(kept)
+        recent[f"{request}"] = Given(now, f"{request}", slot, tokens / 7, tokens // 2, tokens)
+        recent = {name: each for name, each in recent.items() if each.at >= now - 60.0}
+        assert len(window) == len(recent)
         for place in range(4):
-            mine = [each for each in kept.values() if each.slot == place]
+            mine = [each for each in recent.values() if each.slot == place]
             assert abs(window.seconds(place) - sum(each.seconds for each in mine)) < 1e-9
             prompts = sum(each.prompt for each in mine)
             share = sum(each.cached for each in mine) / prompts if prompts else 0.0

@@ -89,11 +89,11 @@ def test_a_pool_with_a_living_endpoint_always_has_an_available_one(pool: list[He
     living = [health.state is not State.DEAD and not is_unreachable(health) for health in pool]
     assert len(mask) == len(pool)
     assert any(mask) == any(living)
-    assert all(alive for alive, asked in zip(living, mask, strict=True) if asked)
+    assert all(alive for alive, is_selected in zip(living, mask, strict=True) if is_selected)
     assert sum(living) - sum(mask) <= max(1, sum(living) // 2)
     assert all(
-        asked
-        for health, asked in zip(pool, mask, strict=True)
+        is_selected
+        for health, is_selected in zip(pool, mask, strict=True)
         if health.state in (State.UP, State.RETURNING)
     )
 

@@ -109,7 +109,7 @@ def images() -> Iterator[str]:
     yield from re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     yield from (service["image"] for service in COMPOSE["services"].values())
     yield read_yaml(CHART / "values.yaml")["image"]["repository"]
-    yield from (each["image"] for each in POD["containers"])
+    yield from (container["image"] for container in POD["containers"])
 
 
 def test_images_are_named_without_a_registry() -> None:

@@ -156,8 +156,8 @@ def sources_by_name() -> Mapping[str, str]:
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
         for name in (path.stem, *re.findall(r"^class (\w+)", text, re.M)):
-            found[name] = found.get(name, "") + text
-    return found
+            result[name] = result.get(name, "") + text
+    return result
 
 
 def is_code(word: str) -> bool:
@@ -213,14 +213,16 @@ def test_every_shown_command_parses(name: str, line: str) -> None:
     ]
     if not given:  # the command is only spoken of
         return
-    command(called).make_context(called, ["3" if each == "N" else each for each in given]).close()
+    command(called).make_context(
+        called, ["3" if argument == "N" else argument for argument in values]
+    ).close()
 
 
 @cache
 def options() -> frozenset[str]:
     group: Any = typer.main.get_command(app)
-    found = {each for name in group.list_commands(None) for each in command(name).params}
-    return frozenset(option for each in found for option in (*each.opts, *each.secondary_opts))
+    params = {param for name in group.list_commands(None) for param in command(name).params}
+    return frozenset(option for param in params for option in (*param.opts, *param.secondary_opts))
 
 
 @each_handwritten_page
@@ -364,7 +366,7 @@ def test_shown_python_parses_and_its_imports_exist(name: str, block: str) -> Non
             and node.module.split(".")[0] in FOLDERS
         ):
             module = importlib.import_module(node.module)
-            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_the_example_policy_fills_one_endpoint_to_its_share_and_then_the_next() -> None:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import MODEL, SENTENCE, SplitHouse, split_house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import pace
 
 LONG = {
@@ -35,7 +35,7 @@ def no_garbage(*of: str) -> Iterator[None]:
         yield
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        kinds = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage)
+        kinds = (f"{type(leaked).__module__}.{type(leaked).__name__}" for leaked in gc.garbage)
         ours = Counter(kind for kind in kinds if kind.startswith(("gateway.", "policies.", *of)))
         assert not ours
     finally:
@@ -44,16 +44,16 @@ def no_garbage(*of: str) -> Iterator[None]:
         gc.enable()
 
 
-async def succeeds(running: House) -> None:
+async def succeeds(running: GatewayFleet) -> None:
     assert (await running.ask()).fate == "ok"
     assert (await running.ask(stream=False)).fate == "ok"
 
 
-async def is_rejected(running: House) -> None:
+async def is_rejected(running: GatewayFleet) -> None:
     assert (await running.ask(tokens=0)).status == 400
 
 
-async def disconnects_before_the_response(running: House) -> None:
+async def disconnects_before_the_response(running: GatewayFleet) -> None:
     for group in running.groups:
         group.faults.set("stall:after=0")
     with suppress(TimeoutError):
@@ -61,31 +61,31 @@ async def disconnects_before_the_response(running: House) -> None:
             await running.ask()
 
 
-async def disconnects_within_the_response(running: House) -> None:
+async def disconnects_within_the_response(running: GatewayFleet) -> None:
     async with running.http.post(f"{running.app.url}/v1/chat/completions", json=LONG) as answer:
         await answer.content.readany()
 
 
-async def breaks_and_is_retried(running: House) -> None:
+async def breaks_and_is_retried(running: GatewayFleet) -> None:
     running.groups[0].faults.set("reset-before-headers")
     for _ in range(2):
         assert (await running.ask()).fate == "ok"
 
 
-async def breaks_within_the_response(running: House) -> None:
+async def breaks_within_the_response(running: GatewayFleet) -> None:
     for group in running.groups:
         group.faults.set("reset-mid-stream:after=3")
     assert (await running.ask()).fate == "error_event"
 
 
-async def breaks_and_is_resumed(running: House) -> None:
+async def breaks_and_is_resumed(running: GatewayFleet) -> None:
     running.groups[0].faults.set("reset-mid-stream:after=3")
     fates = [(await running.ask()).fate for _ in range(2)]
     assert fates == ["ok", "ok"]
     assert running.metric("penstock_resumes_total") > 0
 
 
-async def all_engines_fail(running: House) -> None:
+async def all_engines_fail(running: GatewayFleet) -> None:
     for group in running.groups:
         group.faults.set("5xx")
     assert (await running.ask()).status == 502
@@ -104,13 +104,13 @@ async def all_engines_fail(running: House) -> None:
     ],
 )
 async def test_a_request_leaves_no_reference_cycle_however_it_ends(
-    way: Callable[[House], Awaitable[None]],
+    way: Callable[[GatewayFleet], Awaitable[None]],
 ) -> None:
     models = [
         {"name": "demo-8b", "pool": "main"}
         | ({"resume": {}} if way is breaks_and_is_resumed else {})
     ]
-    async with house(speed=20.0, models=models) as running:
+    async with gateway_fleet(speed=20.0, models=models) as running:
         await running.ask()
         with no_garbage():
             await way(running)
@@ -120,14 +120,14 @@ async def test_a_request_leaves_no_reference_cycle_however_it_ends(
             await running.at_rest()
 
 
-async def split_disconnects(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_disconnects(running: SplitFleet, body: dict[str, object]) -> None:
     for after_s in (0.01, 0.2):
         with suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await running.ask(body | {"max_tokens": 4000})
 
 
-async def split_breaks(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_breaks(running: SplitFleet, body: dict[str, object]) -> None:
     for member, fault in (
         (running.prefill[0], "5xx"),
         (running.decode[0], "5xx"),
@@ -139,11 +139,11 @@ async def split_breaks(running: SplitHouse, body: dict[str, object]) -> None:
         member.faults.set("")
 
 
-async def split_decoders_die(running: SplitHouse, body: dict[str, object]) -> None:
+async def split_decoders_die(running: SplitFleet, body: dict[str, object]) -> None:
     for member in running.decode:
         member.faults.set("die-mid-decode:after=3")
-    asked = body | {"model": MODEL, "stream": True}
-    async with running.http.post(f"{running.app.url}/v1/completions", json=asked) as answer:
+    request = body | {"model": MODEL, "stream": True}
+    async with running.http.post(f"{running.app.url}/v1/completions", json=request) as answer:
         assert b'data: {"error"' in await answer.read()
     for member in running.decode:
         member.faults.clear()
@@ -152,12 +152,12 @@ async def split_decoders_die(running: SplitHouse, body: dict[str, object]) -> No
 @pytest.mark.parametrize("dialect", ["vllm_nixl", "sglang"])
 @pytest.mark.parametrize("way", [split_disconnects, split_breaks, split_decoders_die])
 async def test_a_split_request_leaves_no_reference_cycle_however_it_ends(
-    dialect: str, way: Callable[[SplitHouse, dict[str, object]], Awaitable[None]]
+    dialect: str, way: Callable[[SplitFleet, dict[str, object]], Awaitable[None]]
 ) -> None:
     body = {"prompt": SENTENCE * 20, "max_tokens": 12}
     soon_s = 0.5 * pace()
-    async with split_house(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
-        await running.right(body)
+    async with split_fleet(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
+        await running.assert_right_answer(body)
         with no_garbage():
             await way(running, body)
             await running.at_rest(within_s=7.5 + soon_s)
@@ -165,7 +165,7 @@ async def test_a_split_request_leaves_no_reference_cycle_however_it_ends(
 
 @pytest.mark.parametrize("fault", ["refuse", "freeze"])
 async def test_a_failing_probe_leaves_no_reference_cycle(fault: str) -> None:
-    async with house(
+    async with gateway_fleet(
         1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}
     ) as running:
         live, watcher = running.app.gateway.endpoints.all()[0], running.app._health_checker

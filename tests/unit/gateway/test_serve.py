@@ -1,4 +1,6 @@
-"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their stream."""
+"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their
+stream.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, Beginning
 from tests.replaced import stand_in
 
-CLIENT = cast(Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, closes=False))
+CLIENT = cast(
+    Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, closes=False)
+)
 
 
 def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
     """So many exchanges of one process, as the line gets them."""
-    patch.setattr(serve, "serve", lambda gateway, x, client: x)
+    patch.setattr(serve, "serve", lambda gateway, exchange, client: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = Beginning(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, Api.CHAT)) for _ in range(number)]
@@ -30,19 +34,21 @@ def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Ex
 def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ids = [x.id for _ in range(2) for x in begun(monkeypatch, 50)]
+    ids = [exchange.id for _ in range(2) for exchange in begun(monkeypatch, 50)]
     assert len(set(ids)) == 100  # the same numbers in two processes
-    assert {len(each) for each in ids} == {len("req_") + 32}
-    assert len({each[:12] for each in ids}) == 100
+    assert {len(request_id) for request_id in ids} == {len("req_") + 32}
+    assert len({request_id[:12] for request_id in ids}) == 100
 
 
 def test_one_exchange_in_so_many_has_its_gaps_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at = [x.gaps is not None for x in begun(monkeypatch, 3 * GAPS_EVERY)]
+    looked_at = [exchange.gaps is not None for exchange in begun(monkeypatch, 3 * GAPS_EVERY)]
     assert looked_at == ([False] * (GAPS_EVERY - 1) + [True]) * 3
 
 
 def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (x,) = begun(monkeypatch, 1, SimpleNamespace(begin=lambda headers: headers["traceparent"]))
-    assert (x.api, x.client, x.trace) == (Api.CHAT, "10.0.0.7", "theirs")
+    (exchange,) = begun(
+        monkeypatch, 1, SimpleNamespace(begin=lambda headers: headers["traceparent"])
+    )
+    assert (exchange.api, exchange.client, exchange.trace) == (Api.CHAT, "10.0.0.7", "theirs")

@@ -180,7 +180,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
 
     class First(Inproc):
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-            assert made._board.card.addresses == {"slow": "far"}
+            assert agent._board.card.addresses == {"slow": "far"}
             begun.append("first")
             return super().start(owner, regions)
 
@@ -192,12 +192,12 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
             return "far"
 
     end = First(wire)
-    made = Agent(
+    agent = Agent(
         "p", SMALL, regions(), key=KEY, transports=[end, Slow(wire)], clock=end.agent_clock
     )
-    made.open()
+    agent.open()
     assert begun == ["slow", "first"]
-    assert list(made._board.card.addresses) == ["inproc", "slow"]
+    assert list(agent._board.card.addresses) == ["inproc", "slow"]
 
 
 def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
@@ -222,18 +222,18 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
             return super().start(owner, regions)
 
         def close(self) -> None:
-            assert made.address
+            assert agent.address
             super().close()
 
     end = LateTransport(wire)
-    made = Agent(
+    agent = Agent(
         "p", SMALL, regions(), key=KEY, transports=[end, Better(wire)], clock=end.agent_clock
     )
     with pytest.raises(TransportError, match="the port is taken"):
-        made.open()
+        agent.open()
     assert closed == ["better"]
-    made.open()
-    assert list(made._board.card.addresses) == ["inproc"], "what was closed is not to be had"
+    agent.open()
+    assert list(agent._board.card.addresses) == ["inproc"], "what was closed is not to be had"
 
 
 def test_an_invalid_address_is_unreachable_at_once() -> None:

@@ -39,9 +39,9 @@ def test_wrong_usage_exits_with_2_and_a_reason(options: tuple[str, ...], said: s
     [("--dialect", "vllm_nixl", "--kv-port"), ("--dialect", "mooncake", "--bootstrap-port")],
 )
 def test_a_port_of_a_half_that_is_taken_exits_1(options: tuple[str, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         result = CliRunner().invoke(
-            app, ["mock", "--port", "0", *options, str(taken.getsockname()[1])]
+            app, ["mock", "--port", "0", *options, str(listener.getsockname()[1])]
         )
     assert result.exit_code == 1
     assert "error: cannot listen: " in result.output

@@ -142,7 +142,9 @@ class ManualClock:
         return asyncio.TimerHandle(0.0, act, what, asyncio.get_event_loop())
 
     def to(self, now: float) -> None:
-        for due in sorted([each for each in self._due if each[0] <= now], key=lambda each: each[0]):
+        for due in sorted(
+            [timer for timer in self._due if timer[0] <= now], key=lambda timer: timer[0]
+        ):
             self._due.remove(due)
             self.now = due[0]
             due[1](*due[2])

@@ -103,12 +103,14 @@ async def group() -> AsyncIterator[TpGroup]:
     spec = GroupSpec(
         "m", model, gpu_named("h100"), role="decode", speed=inf, kv_tokens=BLOCKS * BLOCK_TOKENS
     )
-    made = TpGroup(spec, loop)
+    tp_group = TpGroup(spec, loop)
     memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
-    made.attach(memory)
-    made.desk = desk = Desk(made, BusyAgent(), StaticDirectory(), Link(model.kv_token_bytes))
-    made.on_change = lambda alive: None if alive else desk.drop_all()
-    yield made
+    tp_group.attach(memory)
+    tp_group.desk = desk = Desk(
+        tp_group, BusyAgent(), StaticDirectory(), Link(model.kv_token_bytes)
+    )
+    tp_group.on_change = lambda alive: None if alive else desk.drop_all()
+    yield tp_group
     await desk.close()
     memory.close()
     assert not wrong

@@ -75,28 +75,28 @@ def test_states_and_masks_do_not_repeat() -> None:
 def test_what_is_written_in_pieces_reads_back_whole_and_any_flipped_bit_is_seen(
     layout: KvLayout, n: int, cut: int, rng: Random
 ) -> None:
-    held, states = memory(layout), states_of(np.random.default_rng(n).bytes(4 * n))
+    region, states = memory(layout), states_of(np.random.default_rng(n).bytes(4 * n))
     blocks = list(range(BLOCKS))
     rng.shuffle(blocks)
     cut = min(cut, n)
-    held.write(blocks, 0, states[:cut])
-    held.write(blocks, cut, states[cut:])
-    assert held.taint(blocks, states) == 0
-    rank = held.regions[rng.randrange(layout.tp)]
+    region.write(blocks, 0, states[:cut])
+    region.write(blocks, cut, states[cut:])
+    assert region.taint(blocks, states) == 0
+    rank = region.regions[rng.randrange(layout.tp)]
     written = np.flatnonzero(rank.bytes)
     at = written[rng.randrange(written.size)]
     rank.bytes[at] ^= 1 << rng.randrange(8)
-    assert held.taint(blocks, states) != 0
+    assert region.taint(blocks, states) != 0
 
 
 def test_different_damage_leaves_different_taints() -> None:
     layout, states = small(2), states_of(b"abcd" * 40)
     taints = set()
     for place in range(0, 400, 7):
-        held = memory(layout)
-        held.write(range(BLOCKS), 0, states)
-        held.regions[1].bytes[place] ^= 255
-        taints.add(held.taint(range(BLOCKS), states))
+        region = memory(layout)
+        region.write(range(BLOCKS), 0, states)
+        region.regions[1].bytes[place] ^= 255
+        taints.add(region.taint(range(BLOCKS), states))
     assert len(taints) == 58
     assert 0 not in taints
 

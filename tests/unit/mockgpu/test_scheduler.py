@@ -32,11 +32,11 @@ def test_an_idle_scheduler_plans_nothing() -> None:
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     engine = scheduler()
     engine.add(Job(150, 1))
-    seen = []
+    observations = []
     while (plan := engine.step()) is not None:
-        seen += [(chunk.start, chunk.tokens, chunk.last) for chunk in plan.chunks]
+        observations += [(chunk.start, chunk.tokens, chunk.last) for chunk in plan.chunks]
         engine.finish(plan)
-    assert seen == [(0, 64, False), (64, 64, False), (128, 22, True)]
+    assert observations == [(0, 64, False), (64, 64, False), (128, 22, True)]
 
 
 def test_the_step_that_ends_a_prompt_brings_its_first_token() -> None:
@@ -116,8 +116,8 @@ def test_when_kv_runs_out_the_newest_is_preempted_and_recomputed() -> None:
     while engine.totals.preemptions == 0:
         run_one(engine)
     assert (old.state, new.state, new.blocks) == (State.DECODE, State.WAITING, [])
-    made = engine.made(new)
-    assert made > 1
+    result = engine.made(new)
+    assert result > 1
     drain(engine)
     assert (engine.made(old), engine.made(new), engine.pool.free) == (50, 50, 6)
 

@@ -27,9 +27,12 @@ def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> 
     """Return the times of the steps that compute a prompt in chunks beside `seqs` decoding
     sequences.
     """
-    chunks = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
+    chunks = [
+        (index, min(chunk_tokens, tokens - index)) for index in range(0, tokens, chunk_tokens)
+    ]
     return [
-        ROOFLINE.step_s(Work(size, size * (at + size / 2), seqs, context)) for at, size in chunks
+        ROOFLINE.step_s(Work(size, size * (index + size / 2), seqs, context))
+        for index, size in chunks
     ]
 
 

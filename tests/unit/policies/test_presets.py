@@ -18,15 +18,17 @@ from tests.unit.policies.builders import ask, candidate
 
 
 def chosen(policy: str, candidates: list[Candidate], seed: int = 1, **question: object) -> str:
-    found = pick(registry.build(policy, {}), ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
-    assert found is not None
-    return found.candidate.endpoint.name
+    picked = pick(registry.build(policy, {}), ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
+    assert picked is not None
+    return picked.candidate.endpoint.name
 
 
 def test_round_robin_is_exact_to_one_over_a_thousand_requests() -> None:
     policy, candidates = registry.build("round_robin", {}), [candidate(slot) for slot in range(7)]
     rng_of_each = [ask(seed=number) for number in range(1000)]
-    counts = Counter(pick(policy, one, candidates).candidate.endpoint.name for one in rng_of_each)  # type: ignore[union-attr]
+    counts = Counter(
+        pick(policy, question, candidates).candidate.endpoint.name for question in rng_of_each
+    )  # type: ignore[union-attr]
     assert max(counts.values()) - min(counts.values()) <= 1
     assert len(counts) == 7
 
@@ -74,13 +76,13 @@ def test_least_loaded_counts_external_requests_of_a_fresh_scrape_only() -> None:
 
 
 def test_own_requests_in_a_scrape_are_not_counted_twice() -> None:
-    seen = candidate(0, in_flight=3, running=3, waiting=0, scraped_at=99.0)
-    assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
+    scraped = candidate(0, in_flight=3, running=3, waiting=0, scraped_at=99.0)
+    assert chosen("least_loaded", [scraped, candidate(1, in_flight=4)]) == "tp0"
 
 
 def test_own_requests_that_ended_since_the_scrape_are_not_external() -> None:
-    seen = candidate(0, in_flight=3, running=20, waiting=5, scraped_at=99.5)
-    assert chosen("least_loaded", [seen, candidate(1, in_flight=4)]) == "tp0"
+    scraped = candidate(0, in_flight=3, running=20, waiting=5, scraped_at=99.5)
+    assert chosen("least_loaded", [scraped, candidate(1, in_flight=4)]) == "tp0"
 
 
 def test_a_retry_goes_over_a_cap_rather_than_nowhere() -> None:
@@ -165,11 +167,11 @@ def test_prefix_aware_shuns_an_engine_whose_memory_is_full() -> None:
 
 
 def test_a_pick_records_candidates_and_scores() -> None:
-    found = pick(
+    picked = pick(
         registry.build("prefix_aware", {}), ask(cached=[0, 600]), [candidate(0), candidate(1)]
     )
-    assert found is not None
-    assert (found.cached_tokens, found.considered, found.reason, found.score) == (
+    assert picked is not None
+    assert (picked.cached_tokens, picked.considered, picked.reason, picked.score) == (
         600,
         2,
         "prefix_aware",
@@ -201,8 +203,8 @@ def test_rejecting_filter_raises_if_a_candidate_passes() -> None:
 
 def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> None:
     candidates = [candidate(slot) for slot in range(4)]
-    for each in candidates[:3]:
-        each.load.is_proven = False
+    for item in candidates[:3]:
+        item.load.is_proven = False
     assert len(prefer_proven(ask(), candidates)) == 4, "a first try goes anywhere"
     policy = LeastLoaded().build()
     assert [*policy.filters][:2] == [available, untried]

@@ -1,4 +1,6 @@
-"""The endpoint table through any sequence of configurations: slots are one's own, and nobody loses what is his."""
+"""The endpoint table as a state machine over configuration changes: slots are unique, bookings
+survive.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def config(pools: dict[str, list[int]], cap: int) -> Config:
 
 
 class Table(RuleBasedStateMachine):
-    """Configurations of up to five endpoints in two pools, bookings in between, and releases of those who left."""
+    """Adopts configurations of up to five endpoints, books, and releases removed ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,9 @@ class Table(RuleBasedStateMachine):
         self.metrics = Metrics()
         self.current = config({"a": [0, 1]}, 4)
         outbox = Outbox(self.loop)
-        self.table = EndpointTable(self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox)
+        self.table = EndpointTable(
+            self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox
+        )
         self.adoption = self.table.plan(self.current)
         self.table.adopt(self.adoption)
         self.open: list[tuple[LiveEndpoint, Booking]] = []
@@ -51,9 +55,14 @@ class Table(RuleBasedStateMachine):
         assert all(live.load.in_flight == 0 for live in self.table.all())
         self.loop.close()
 
-    @rule(places=st.lists(st.sampled_from(["a", "b", "-"]), min_size=5, max_size=5), cap=st.integers(1, 9))
+    @rule(
+        places=st.lists(st.sampled_from(["a", "b", "-"]), min_size=5, max_size=5),
+        cap=st.integers(1, 9),
+    )
     def adopt(self, places: list[str], cap: int) -> None:
-        pools = {name: [n for n, place in enumerate(places) if place == name] for name in ("a", "b")}
+        pools = {
+            name: [n for n, place in enumerate(places) if place == name] for name in ("a", "b")
+        }
         if not any(pools.values()):
             return
         self.current = config(pools, cap)
@@ -64,12 +73,12 @@ class Table(RuleBasedStateMachine):
         moves = self.table.adopt(self.adoption)
         for member in self.adoption.members:
             key = member.endpoint.pool, member.endpoint.url
-            assert before.get(key, member.live) is member.live, "whoever was known is the same"
+            assert before.get(key, member.live) is member.live, "a known endpoint keeps its object"
         assert not {id(live) for live in moves.came} & {id(live) for live in moves.left}
 
     @rule(number=st.integers(0, 99))
     def book(self, number: int) -> None:
-        candidates = [each for members in self.adoption.pools.values() for each in members]
+        candidates = [member for members in self.adoption.pools.values() for member in members]
         chosen = candidates[number % len(candidates)]
         pick = Pick(chosen, 0, 0.0, 1, "test")
         live = next(live for live in self.table.all() if live.load is chosen.load)
@@ -88,25 +97,31 @@ class Table(RuleBasedStateMachine):
                 self.table.release(live)
 
     @invariant()
-    def everybody_has_a_slot_of_his_own(self) -> None:
+    def every_endpoint_has_its_own_slot(self) -> None:
         slots = [live.load.slot for live in self.table.all()]
         assert len(slots) == len(set(slots))
-        assert max(slots) < 10, "two pools of five: slots are given again"
+        assert max(slots) < 10, "two pools of five: slots are reused"
 
     @invariant()
-    def bookings_are_counted_where_they_were_made(self) -> None:
+    def in_flight_counts_the_bookings_of_each_endpoint(self) -> None:
         for live in self.table.all():
             assert live.load.in_flight == sum(owner is live for owner, _ in self.open)
 
     @invariant()
-    def those_of_the_configuration_stay_and_all_others_leave(self) -> None:
-        wanted = {(pool, each.url) for pool, spec in self.current.pools.items() for each in spec.endpoints}
-        staying = {(live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving}
-        assert staying == wanted
+    def exactly_the_configured_endpoints_stay(self) -> None:
+        configured = {
+            (pool, endpoint.url)
+            for pool, spec in self.current.pools.items()
+            for endpoint in spec.endpoints
+        }
+        staying = {
+            (live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving
+        }
+        assert staying == configured
         for pool, members in self.adoption.pools.items():
             cap = self.current.pools[pool].endpoints[0].max_concurrency
-            assert all(each.endpoint.max_concurrency == cap for each in members)
-            assert any(each.load.available for each in members)
+            assert all(member.endpoint.max_concurrency == cap for member in members)
+            assert any(member.load.available for member in members)
 
 
 TestTable = Table.TestCase

@@ -1,4 +1,6 @@
-"""The endpoint table's bookings as a state machine: whatever the order of events, everything taken is given back."""
+"""The endpoint table's bookings as a state machine: every booked load is released in any event
+order.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,20 @@ from gateway.protocol.stream_scan import Usage
 from policies.health.health import Event, is_unreachable
 from policies.model import Candidate, Pick, Request
 
-KINDS = ["reset", "timeout", "connect_failed", "status_500", "status_503", "engine_error", "ejected", "framing"]
+KINDS = [
+    "reset",
+    "timeout",
+    "connect_failed",
+    "status_500",
+    "status_503",
+    "engine_error",
+    "ejected",
+    "framing",
+]
 
 
 class Bookings(RuleBasedStateMachine):
-    """Three endpoints, bookings in any stage, probes and scrapes in between."""
+    """Books on three endpoints, with probes and scrapes between the booking stages."""
 
     bookings = Bundle("bookings")
 
@@ -40,7 +51,9 @@ class Bookings(RuleBasedStateMachine):
     async def _build(self) -> None:
         urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
         config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": urls}}})
-        self.table = EndpointTable(config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop))
+        self.table = EndpointTable(
+            config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop)
+        )
         adoption = self.table.plan(config)
         self.table.adopt(adoption)
         self.candidates: tuple[Candidate, ...] = adoption.pools["main"]
@@ -51,7 +64,12 @@ class Bookings(RuleBasedStateMachine):
             booking.__exit__()
         for candidate in self.candidates:
             load = candidate.load
-            assert (load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens) == (0, 0, 0, 0)
+            assert (
+                load.in_flight,
+                load.prefill_tokens,
+                load.decode_tokens,
+                load.expected_tokens,
+            ) == (0, 0, 0, 0)
         self.loop.close()
 
     @rule(
@@ -93,7 +111,11 @@ class Bookings(RuleBasedStateMachine):
     def happen(self, slot: int, event: Event) -> None:
         self.table.happened(self.lives[slot], event)
 
-    @rule(slot=st.integers(0, 2), running=st.none() | st.integers(0, 50), waiting=st.none() | st.integers(0, 50))
+    @rule(
+        slot=st.integers(0, 2),
+        running=st.none() | st.integers(0, 50),
+        waiting=st.none() | st.integers(0, 50),
+    )
     def scrape(self, slot: int, running: int | None, waiting: int | None) -> None:
         load = self.candidates[slot].load
         before = load.beyond
@@ -105,15 +127,19 @@ class Bookings(RuleBasedStateMachine):
     def loads_are_the_sum_of_open_bookings(self) -> None:
         for candidate in self.candidates:
             load = candidate.load
-            mine = [kept for kept in self.open.values() if kept[0] == load.slot]
+            mine = [booking for booking in self.open.values() if booking[0] == load.slot]
             assert load.in_flight == len(mine)
-            assert load.prefill_tokens == sum(prompt - cached for _, prompt, cached, began in mine if not began)
+            assert load.prefill_tokens == sum(
+                prompt - cached for _, prompt, cached, began in mine if not began
+            )
             assert load.decode_tokens == sum(prompt for _, prompt, _, began in mine if began)
 
     @invariant()
     def an_endpoint_is_available_unless_all_are_dead_or_unreachable(self) -> None:
         alive: list[Any] = [
-            live for live in self.lives if live.health.state != "dead" and not is_unreachable(live.health)
+            live
+            for live in self.lives
+            if live.health.state != "dead" and not is_unreachable(live.health)
         ]
         assert bool(alive) == any(live.load.available for live in alive)
 

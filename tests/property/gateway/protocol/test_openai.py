@@ -241,8 +241,8 @@ def test_a_damaged_body_is_rejected_or_still_a_json_object(
 ) -> None:
     body = as_bytes(chat(others, rng), rng, compact=False)
     for where, piece in damage:
-        at = int(where * len(body))
-        body = body[:at] + piece + body[at + len(piece) :]
+        position = int(where * len(body))
+        body = body[:position] + piece + body[position + len(piece) :]
     with suppress(GatewayError):
         call = parsed(body)
         assert isinstance(json.loads(call.body.decode()), dict)

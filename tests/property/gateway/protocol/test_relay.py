@@ -158,20 +158,20 @@ def test_a_stream_is_relayed_the_same_however_it_is_cut(
 ) -> None:
     payload = whole_stream(texts).encode()
     wire = HEAD + chunked(payload, sizes, trailers, b";a=b" if extended else b"")
-    seen = feed(wire, cuts)
-    head, read_payload, whole = read(seen.out)
+    relay = feed(wire, cuts)
+    head, read_payload, whole = read(relay.out)
     assert (read_payload, whole) == (payload, True)
     assert OWN_HEADERS.strip() in head
     assert head.count(b"content-type: text/event-stream; charset=utf-8") == 1
-    assert seen == feed(wire, [])
-    assert seen.state is State.DONE
-    assert seen.usage == Usage(17, 2, 16)
-    assert seen.finish_reason == "stop"
-    assert seen.events == len(texts) + 4
-    assert seen.first_token
-    assert seen.first_tokens == 1
-    assert not seen.failed
-    assert seen.reusable
+    assert relay == feed(wire, [])
+    assert relay.state is State.DONE
+    assert relay.usage == Usage(17, 2, 16)
+    assert relay.finish_reason == "stop"
+    assert relay.events == len(texts) + 4
+    assert relay.first_token
+    assert relay.first_tokens == 1
+    assert not relay.failed
+    assert relay.reusable
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30))
@@ -188,16 +188,16 @@ def test_an_incomplete_stream_without_done_ends_with_an_error_event(
     payload = (ROLE + "".join(delta(text) for text in texts)).encode()
     payload = payload[: len(payload) - short]
     wire = HEAD + chunked(payload, sizes, b"a: b\r\n" if trailers else b"")
-    seen = feed(wire, cuts)
-    _, got, whole = read(seen.out)
+    relay = feed(wire, cuts)
+    _, body_read, whole = read(relay.out)
     assert whole
-    assert got.startswith(payload)
-    *_, last, rest = got.split(b"\n\n")
+    assert body_read.startswith(payload)
+    *_, last, rest = body_read.split(b"\n\n")
     assert rest == b""
     assert json.loads(last.strip().removeprefix(b"data: "))["error"]["code"] == "stream_interrupted"
-    assert b"[DONE]" not in got
-    assert seen.failed
-    assert seen == feed(wire, [])
+    assert b"[DONE]" not in body_read
+    assert relay.failed
+    assert relay == feed(wire, [])
 
 
 @st.composite
@@ -252,14 +252,14 @@ def test_a_finished_stream_without_done_gets_its_done(
 ) -> None:
     events, choices = told
     payload = "".join(events).encode()
-    seen = feed(
+    relay = feed(
         HEAD + chunked(payload, sizes), cuts, alias=alias, http_1_0=http_1_0, choices=choices
     )
-    got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
+    body_read = relay.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(relay.out)[1]
     if alias is not None:
         payload = re.sub(rb'("model": ?)"served"', rb'\1"my-alias"', payload)
-    assert got == payload + DONE.encode()
-    assert (seen.state, seen.failed, seen.failure_kind, seen.reusable) == (
+    assert body_read == payload + DONE.encode()
+    assert (relay.state, relay.failed, relay.failure_kind, relay.reusable) == (
         State.DONE,
         False,
         None,
@@ -274,17 +274,17 @@ def test_a_stream_with_an_unfinished_choice_and_no_done_is_broken(
     events, choices = told
     finishing = [event for event in events if '"finish_reason"' in event and "null" not in event]
     lost = data.draw(st.sampled_from([*finishing, None]))
-    kept = [event for event in events if event != lost]
-    payload = "".join(kept).encode()[: None if lost else -1]
-    seen = feed(
+    retained = [event for event in events if event != lost]
+    payload = "".join(retained).encode()[: None if lost else -1]
+    relay = feed(
         HEAD + chunked(payload, sizes),
         cuts,
         choices=choices + (lost is None and payload.endswith(b"}\n")),
     )
-    got = read(seen.out)[1]
-    assert b"[DONE]" not in got
-    assert b'"stream_interrupted"' in got
-    assert seen.failed
+    body_read = read(relay.out)[1]
+    assert b"[DONE]" not in body_read
+    assert b'"stream_interrupted"' in body_read
+    assert relay.failed
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -308,11 +308,11 @@ def test_a_truncated_stream_never_looks_complete(
     """The client gets either an error event or an incomplete HTTP body."""
     wire = HEAD + chunked(whole_stream(texts).encode(), sizes)
     cut = wire[: min(length, len(wire) - 1)]
-    seen = feed(cut, cuts, eof=True)
-    assert seen.failure_kind == ("truncated" if len(cut) >= len(HEAD) else "no_answer")
-    if not seen.out:
+    relay = feed(cut, cuts, eof=True)
+    assert relay.failure_kind == ("truncated" if len(cut) >= len(HEAD) else "no_answer")
+    if not relay.out:
         return  # nothing was forwarded: another endpoint is tried
-    _, payload, whole = read(seen.out)
+    _, payload, whole = read(relay.out)
     if whole and not payload.endswith(DONE.encode()):
         assert b"[DONE]" not in payload
         last = payload.rstrip(b"\n").rpartition(b"\n\n")[2]
@@ -321,9 +321,9 @@ def test_a_truncated_stream_never_looks_complete(
 
 @given(st.lists(st.integers(1, 60), max_size=8), CUTS)
 def test_an_error_as_the_first_event_can_be_retried(sizes: list[int], cuts: list[int]) -> None:
-    seen = feed(HEAD + chunked((ERROR + DONE).encode(), [len(ERROR), *sizes]), cuts)
-    assert seen.failure_kind == "engine_error"
-    assert seen.out == b""
+    relay = feed(HEAD + chunked((ERROR + DONE).encode(), [len(ERROR), *sizes]), cuts)
+    assert relay.failure_kind == "engine_error"
+    assert relay.out == b""
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=20), CUTS)
@@ -331,12 +331,12 @@ def test_an_error_later_in_the_stream_is_forwarded_and_recorded(
     texts: list[str], sizes: list[int], cuts: list[int]
 ) -> None:
     payload = (ROLE + "".join(delta(text) for text in texts) + ERROR).encode()
-    seen = feed(HEAD + chunked(payload + DONE.encode(), sizes), cuts)
-    if seen.failure_kind is None:
-        assert read(seen.out)[1] == payload + DONE.encode()
-        assert seen.failed
+    relay = feed(HEAD + chunked(payload + DONE.encode(), sizes), cuts)
+    if relay.failure_kind is None:
+        assert read(relay.out)[1] == payload + DONE.encode()
+        assert relay.failed
     else:  # it arrived together with the first bytes
-        assert (seen.failure_kind, seen.out) == ("engine_error", b"")
+        assert (relay.failure_kind, relay.out) == ("engine_error", b"")
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS)
@@ -344,11 +344,11 @@ def test_an_alias_replaces_the_model_in_every_event(
     texts: list[str], sizes: list[int], cuts: list[int]
 ) -> None:
     payload = whole_stream(texts).encode()
-    seen = feed(HEAD + chunked(payload, sizes), cuts, alias="my-alias")
-    _, got, whole = read(seen.out)
+    relay = feed(HEAD + chunked(payload, sizes), cuts, alias="my-alias")
+    _, body_read, whole = read(relay.out)
     assert whole
-    assert got == payload.replace(b'"model":"served"', b'"model":"my-alias"')
-    assert seen.usage == Usage(17, 2, 16)
+    assert body_read == payload.replace(b'"model":"served"', b'"model":"my-alias"')
+    assert relay.usage == Usage(17, 2, 16)
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.booleans())
@@ -356,11 +356,11 @@ def test_an_http_1_0_client_gets_the_bare_events(
     texts: list[str], sizes: list[int], cuts: list[int], aliased: bool
 ) -> None:
     payload = whole_stream(texts).encode()
-    seen = feed(
+    relay = feed(
         HEAD + chunked(payload, sizes), cuts, http_1_0=True, alias="served" if aliased else None
     )
-    head, _, got = seen.out.partition(b"\r\n\r\n")
-    assert got == payload
+    head, _, body_read = relay.out.partition(b"\r\n\r\n")
+    assert body_read == payload
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
 
@@ -373,17 +373,17 @@ def test_a_stream_with_other_framing_is_rechunked(
     payload = payload if finished else payload[: payload.index(b'"finish_reason":"')]
     length = b"content-length: %d\r\n" % len(payload) if framing == "length" else b""
     wire = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + length + b"\r\n" + payload
-    seen = feed(wire, cuts, eof=framing == "close")
-    _, got, whole = read(seen.out)
+    relay = feed(wire, cuts, eof=framing == "close")
+    _, body_read, whole = read(relay.out)
     assert whole
-    assert seen.state is State.DONE
-    assert seen.failed is not finished
+    assert relay.state is State.DONE
+    assert relay.failed is not finished
     assert (
-        got == payload
+        body_read == payload
         if finished
-        else got.startswith(payload) and b'"stream_interrupted"' in got[len(payload) :]
+        else body_read.startswith(payload) and b'"stream_interrupted"' in body_read[len(payload) :]
     )
-    assert seen.reusable is (framing == "length")
+    assert relay.reusable is (framing == "length")
 
 
 PLAIN = json.dumps(
@@ -416,14 +416,16 @@ def test_a_plain_response_is_relayed_the_same_however_it_is_cut(
     wire = (
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + lines[framing] + b"\r\n" + body
     )
-    seen = feed(wire, cuts, eof=framing == "close", alias=alias, http_1_0=http_1_0)
-    head, _, rest = seen.out.partition(b"\r\n\r\n")
-    got = rest if http_1_0 or b"content-length" in head else read(seen.out)[1]
-    assert got == (PLAIN.replace(b'"model":"served",', b'"model":"my-alias",') if alias else PLAIN)
-    assert seen.usage == Usage(5, 7, None)
-    assert seen.finish_reason == "length"
-    assert seen.first_tokens == 1
-    assert not seen.failed
+    relay = feed(wire, cuts, eof=framing == "close", alias=alias, http_1_0=http_1_0)
+    head, _, rest = relay.out.partition(b"\r\n\r\n")
+    body_read = rest if http_1_0 or b"content-length" in head else read(relay.out)[1]
+    assert body_read == (
+        PLAIN.replace(b'"model":"served",', b'"model":"my-alias",') if alias else PLAIN
+    )
+    assert relay.usage == Usage(5, 7, None)
+    assert relay.finish_reason == "length"
+    assert relay.first_tokens == 1
+    assert not relay.failed
 
 
 @given(CUTS, st.binary(max_size=600), st.sampled_from(["length", "chunked"]))
@@ -466,9 +468,9 @@ def test_bytes_after_the_end_are_dropped_and_prevent_reuse_of_the_connection(
     surplus: bytes, cuts: list[int]
 ) -> None:
     wire = HEAD + chunked(whole_stream(["a"]).encode(), [])
-    seen = feed(wire + surplus, [len(HEAD) + 3])
-    assert seen.out == feed(wire, []).out
-    assert not seen.reusable
+    relay = feed(wire + surplus, [len(HEAD) + 3])
+    assert relay.out == feed(wire, []).out
+    assert not relay.reusable
 
 
 def test_thousands_of_interim_responses_do_not_exhaust_the_stack() -> None:
@@ -592,12 +594,12 @@ def test_events_may_end_with_crlf(
 ) -> None:
     payload = whole_stream(texts).replace("\n\n", "\r\n\r\n").encode()
     wire = HEAD + chunked(payload, [len(payload) // 3] * 2)
-    seen = feed(wire, cuts, alias=alias, http_1_0=http_1_0)
-    got = seen.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(seen.out)[1]
-    assert got == (
+    relay = feed(wire, cuts, alias=alias, http_1_0=http_1_0)
+    body_read = relay.out.partition(b"\r\n\r\n")[2] if http_1_0 else read(relay.out)[1]
+    assert body_read == (
         payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload
     )
-    assert (seen.usage, seen.events, seen.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
+    assert (relay.usage, relay.events, relay.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
@@ -630,11 +632,11 @@ def test_bytes_after_done_do_not_make_a_complete_response_fail(
     texts: list[str], cuts: list[int], behind: bytes, end: str
 ) -> None:
     payload = whole_stream(texts).replace("\n\n", end).encode()
-    seen = feed(
+    relay = feed(
         HEAD + chunked(payload + behind, [len(payload)]), [*cuts, len(HEAD) + len(payload) + 12]
     )
-    assert not seen.failed
-    assert b"stream_interrupted" not in seen.out
+    assert not relay.failed
+    assert b"stream_interrupted" not in relay.out
 
 
 @given(TEXTS, CUTS)
@@ -669,9 +671,9 @@ def test_token_counts_are_found_however_much_follows_them(
         % len(body)
         + body
     )
-    seen = feed(wire, [*(20 * cut for cut in cuts), len(wire) - 1])
-    assert (seen.usage, seen.finish_reason) == (Usage(5, 7, None), "length")
-    assert seen.out.endswith(body)
+    relay = feed(wire, [*(20 * cut for cut in cuts), len(wire) - 1])
+    assert (relay.usage, relay.finish_reason) == (Usage(5, 7, None), "length")
+    assert relay.out.endswith(body)
 
 
 def test_several_connection_fields_are_combined() -> None:
@@ -679,8 +681,8 @@ def test_several_connection_fields_are_combined() -> None:
         b"HTTP/1.1 200 OK\r\nconnection: x-a\r\nConnection: x-b , close\r\n"
         b"content-length: 2\r\n\r\n{}"
     )
-    seen = feed(lines, [])
-    assert (seen.state, seen.reusable) == (State.DONE, False)
+    relay = feed(lines, [])
+    assert (relay.state, relay.reusable) == (State.DONE, False)
     assert feed(lines.replace(b", close", b""), []).reusable
 
 
@@ -701,8 +703,8 @@ def test_several_connection_fields_are_combined() -> None:
     ],
 )
 def test_an_ambiguous_head_is_rejected(head: bytes, kind: str) -> None:
-    seen = feed(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + b"abc", [])
-    assert (seen.failure_kind, seen.out) == (kind, b"")
+    relay = feed(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + b"abc", [])
+    assert (relay.failure_kind, relay.out) == (kind, b"")
 
 
 @pytest.mark.parametrize(
@@ -718,10 +720,10 @@ def test_an_ambiguous_head_is_rejected(head: bytes, kind: str) -> None:
 )
 def test_malformed_chunks_break_the_response(body: bytes) -> None:
     good = chunked(ROLE.encode(), []).removesuffix(b"0\r\n\r\n")
-    seen = feed(HEAD + good + body, [])
-    assert seen.failure_kind == "framing"
-    _, _, whole = read(seen.out, strict=False)
-    assert not whole or b"stream_interrupted" in seen.out
+    relay = feed(HEAD + good + body, [])
+    assert relay.failure_kind == "framing"
+    _, _, whole = read(relay.out, strict=False)
+    assert not whole or b"stream_interrupted" in relay.out
 
 
 def test_an_endless_head_is_rejected() -> None:
@@ -732,8 +734,8 @@ def test_an_endless_head_is_rejected() -> None:
 
 
 def test_a_bodiless_refusal_ends_with_its_head() -> None:
-    seen = feed(b"HTTP/1.1 304 x\r\ncontent-length: 5\r\n\r\n", [])
-    assert (seen.state, seen.failure_kind) == (State.DONE, None)
+    relay = feed(b"HTTP/1.1 304 x\r\ncontent-length: 5\r\n\r\n", [])
+    assert (relay.state, relay.failure_kind) == (State.DONE, None)
 
 
 @pytest.mark.parametrize(
@@ -750,8 +752,8 @@ def test_a_bodiless_refusal_ends_with_its_head() -> None:
 )
 @pytest.mark.parametrize("alias", [None, "asked"])
 def test_an_empty_response_can_be_retried(answer: bytes, alias: str | None) -> None:
-    seen = feed(answer, [answer.index(b"\r\n\r\n") + 4], alias=alias)
-    assert (seen.failure_kind, seen.out, seen.first_tokens) == ("no_answer", b"", 0)
+    relay = feed(answer, [answer.index(b"\r\n\r\n") + 4], alias=alias)
+    assert (relay.failure_kind, relay.out, relay.first_tokens) == ("no_answer", b"", 0)
 
 
 @pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
@@ -760,8 +762,8 @@ def test_an_empty_response_can_be_retried(answer: bytes, alias: str | None) -> N
 )
 def test_a_response_that_breaks_in_its_first_read_can_be_retried(kind: bytes, good: bytes) -> None:
     head = HEAD.replace(b"text/event-stream", kind)
-    seen = feed(head + good + b"zz\r\n" + b"x" * FIRST_EVENT, [])
-    assert (seen.failure_kind, seen.out, seen.first_tokens) == ("framing", b"", 0)
+    relay = feed(head + good + b"zz\r\n" + b"x" * FIRST_EVENT, [])
+    assert (relay.failure_kind, relay.out, relay.first_tokens) == ("framing", b"", 0)
 
 
 def test_an_encoded_response_is_rejected() -> None:
@@ -775,8 +777,8 @@ def test_an_encoded_response_is_rejected() -> None:
 
 
 def test_a_close_before_the_first_byte_can_be_retried() -> None:
-    seen = feed(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", [], eof=True)
-    assert (seen.failure_kind, seen.out) == ("truncated", b"")
+    relay = feed(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", [], eof=True)
+    assert (relay.failure_kind, relay.out) == ("truncated", b"")
 
 
 @pytest.mark.parametrize("reads", [1, 2, 7])

@@ -47,8 +47,8 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 
 def names(layout: KvLayout, rank: int, first_token: int) -> Words:
-    """Return the content of a block from `first_token` on for this rank, by kvtransfer/layout/layout.py's
-    description.
+    """Return the content of a block from `first_token` on for this rank, by
+    kvtransfer/layout/layout.py's description.
     """
     stage, tp_rank = divmod(rank, layout.tp)
     tokens = range(first_token, first_token + layout.block_tokens)
@@ -90,13 +90,15 @@ def expected(layout: KvLayout, rank: int, blocks: list[int], spare: int, covered
     return memory
 
 
-def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes: int) -> int:
+def carry_out(
+    transfer_plan: Plan, sources: list[Words], sinks: list[Words], window_bytes: int
+) -> int:
     """Copy window by window, with groups in any order. Returns the bytes written."""
-    arrivals, written = Arrivals(made), 0
-    for group in reversed(range(made.groups)):
-        pairs = made.pairs(group)
+    arrivals, written = Arrivals(transfer_plan), 0
+    for group in reversed(range(transfer_plan.groups)):
+        pairs = transfer_plan.pairs(group)
         assert len(set(pairs)) == len(pairs)
-        for pair, first, count, n_bytes in made.windows(group, window_bytes):
+        for pair, first, count, n_bytes in transfer_plan.windows(group, window_bytes):
             assert n_bytes <= window_bytes or count == 1
             runs = arrivals.begin(group, pair, first, count, n_bytes)
             old, new = (
@@ -108,7 +110,7 @@ def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes
             written += n_bytes
             arrivals.land(group, pair, first, count)
     assert arrivals.complete
-    assert arrivals.n_bytes == made.n_bytes == written
+    assert arrivals.n_bytes == transfer_plan.n_bytes == written
     return written
 
 
@@ -124,7 +126,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     blocks = [
         data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts
     ]
-    made = plan(
+    transfer_plan = plan(
         src,
         dst,
         *blocks,
@@ -134,13 +136,20 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
         most_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
         most_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
     )
-    assert (made.tokens.start, made.tokens.stop >= tokens) == (skip, True)
-    assert any(made.tokens.stop - tokens < size for size in (src.block_tokens, dst.block_tokens))
+    assert (transfer_plan.tokens.start, transfer_plan.tokens.stop >= tokens) == (skip, True)
+    assert any(
+        transfer_plan.tokens.stop - tokens < size for size in (src.block_tokens, dst.block_tokens)
+    )
     sources = [source(src, rank, blocks[0], spare) for rank in range(src.ranks)]
     sinks = [region(dst, rank, len(blocks[1]) + spare, UNTOUCHED) for rank in range(dst.ranks)]
-    wanted = [expected(dst, rank, blocks[1], spare, made.tokens) for rank in range(dst.ranks)]
+    wanted = [
+        expected(dst, rank, blocks[1], spare, transfer_plan.tokens) for rank in range(dst.ranks)
+    ]
     written = carry_out(
-        made, sources, sinks, data.draw(st.sampled_from([1, 100, 1000, 1 << 20]), "window_bytes")
+        transfer_plan,
+        sources,
+        sinks,
+        data.draw(st.sampled_from([1, 100, 1000, 1 << 20]), "window_bytes"),
     )
     for rank in range(dst.ranks):
         np.testing.assert_array_equal(sinks[rank], wanted[rank], f"rank {rank}")
@@ -164,14 +173,14 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
     """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
-    made = plan(src, dst, range(20), range(20), 4, group_layers=1)
+    transfer_plan = plan(src, dst, range(20), range(20), 4, group_layers=1)
     load = np.zeros((src.pp, src.tp))
-    for group in range(made.groups):
-        for number, (src_rank, _) in enumerate(made.pairs(group)):
-            load[divmod(src_rank, src.tp)] += made.runs(group, number).n_bytes
+    for group in range(transfer_plan.groups):
+        for number, (src_rank, _) in enumerate(transfer_plan.pairs(group)):
+            load[divmod(src_rank, src.tp)] += transfer_plan.runs(group, number).n_bytes
     for stage in range(src.pp):
-        held = len(src.layers_of(stage))
-        if held % copies == 0:
+        layer_count = len(src.layers_of(stage))
+        if layer_count % copies == 0:
             assert np.ptp(load[stage]) == 0
         else:
-            assert np.ptp(load[stage]) <= load[stage].sum() / held
+            assert np.ptp(load[stage]) <= load[stage].sum() / layer_count

@@ -17,19 +17,19 @@ events = st.lists(
 def test_bytes_in_flight_are_what_was_taken_and_not_returned(
     events: list[tuple[str, int, int]], budget: int
 ) -> None:
-    credits, held = Credits(budget), dict.fromkeys(range(5), 0)
+    credits, outstanding = Credits(budget), dict.fromkeys(range(5), 0)
     for event, transfer, n_bytes in events:
         if event == "take" and credits.take(transfer, n_bytes):
-            held[transfer] += n_bytes
-        elif event == "give" and n_bytes <= held[transfer]:
+            outstanding[transfer] += n_bytes
+        elif event == "give" and n_bytes <= outstanding[transfer]:
             credits.give(transfer, n_bytes)
-            held[transfer] -= n_bytes
+            outstanding[transfer] -= n_bytes
         elif event == "forget":
-            assert credits.forget(transfer) == held[transfer]
-            held[transfer] = 0
-        assert credits.taken_bytes == sum(held.values())
+            assert credits.forget(transfer) == outstanding[transfer]
+            outstanding[transfer] = 0
+        assert credits.taken_bytes == sum(outstanding.values())
         assert credits.taken_bytes <= max(budget, 80)
-    for transfer in held:
+    for transfer in outstanding:
         credits.forget(transfer)
     assert credits.taken_bytes == 0
     assert credits.take(9, 10**9), "an idle link always takes one window"

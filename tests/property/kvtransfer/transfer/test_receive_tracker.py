@@ -32,7 +32,7 @@ def test_a_group_is_complete_exactly_when_each_of_its_runs_has_come_once(
             came |= runs
             complete = arrivals.land(group, pair, first, count)
             assert complete == all(
-                (group, each, run) in came for each in (0, 1) for run in range(6)
+                (group, part, run) in came for part in (0, 1) for run in range(6)
             )
             continue
         assert not fits

@@ -159,7 +159,7 @@ class World:
 
     def whole(self, number: int) -> int:
         wish = self.wishes[number]
-        made = plan(
+        transfer_plan = plan(
             LAYOUT,
             LAYOUT,
             list(range(BLOCKS)),
@@ -167,7 +167,7 @@ class World:
             wish.tokens,
             skip_tokens=wish.skip_tokens,
         )
-        return made.n_bytes
+        return transfer_plan.n_bytes
 
     def fetch(self) -> None:
         self.numbers += 1
@@ -207,7 +207,7 @@ class World:
             wish, source = self.wishes[number], self.rng.sample(range(BLOCKS), BLOCKS)
             source = source if self.rng.random() < 0.95 else []
             known = self.rng.random() < 0.95
-            said = Accept(
+            accept = Accept(
                 number,
                 pack_blocks(source),
                 group,
@@ -216,13 +216,13 @@ class World:
             )
             if (
                 self.told(
-                    lambda: self.book.accepted(self.invited[number], said, self.now),
+                    lambda: self.book.accepted(self.invited[number], accept, self.now),
                     self.invited[number],
                 )
                 and source
                 and known
             ):
-                made = plan(
+                transfer_plan = plan(
                     LAYOUT,
                     LAYOUT,
                     source,
@@ -232,9 +232,9 @@ class World:
                     group_layers=group,
                 )
                 heads = [
-                    WindowHead(number, at, *w)
-                    for at in range(made.groups)
-                    for w in made.windows(at, size)
+                    WindowHead(number, group, *w)
+                    for group in range(transfer_plan.groups)
+                    for w in transfer_plan.windows(group, size)
                 ]
                 self.rng.shuffle(heads)
                 self.windows[number] = heads
@@ -278,9 +278,9 @@ class World:
     def stop(self) -> None:
         if self.invited and self.rng.random() < 0.3:
             number = self.rng.choice(list(self.invited))
-            said = Stop(number, self.rng.choice(list(Reason)))
+            stop = Stop(number, self.rng.choice(list(Reason)))
             self.told(
-                lambda: self.book.stopped(self.invited[number], said, self.now),
+                lambda: self.book.stopped(self.invited[number], stop, self.now),
                 self.invited[number],
             )
 
@@ -312,8 +312,8 @@ class World:
                 self.obey(self.book.misled(link, number, "no such window", self.now))
 
     def moving(self, number: int) -> bool:
-        held = self.book._reservations.get(number)
-        return held is not None and held.state is SinkState.MOVING
+        reservation = self.book._reservations.get(number)
+        return reservation is not None and reservation.state is SinkState.MOVING
 
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 2.0])

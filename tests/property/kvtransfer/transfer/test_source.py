@@ -158,7 +158,7 @@ class World:
         skip = rng.randrange(tokens) if rng.random() < 0.9 else tokens
         blocks = rng.sample(range(BLOCKS), rng.randrange(1, 7))
         ticket = rng.choice(self.tickets) if rng.random() < 0.4 else None
-        asked = Invite(
+        invite = Invite(
             transfer=self.next_transfer(link),
             name=f"r{rng.randrange(4)}",
             blocks=pack_blocks(blocks),
@@ -170,8 +170,8 @@ class World:
             window_bytes=rng.choice([1, 100, 1 << 20]),
             ticket=ticket,
         )
-        self.shown[link, asked.transfer] = ticket is not None
-        self.told(lambda: self.book.invited(link, asked, self.now), link)
+        self.shown[link, invite.transfer] = ticket is not None
+        self.told(lambda: self.book.invited(link, invite, self.now), link)
 
     def next_transfer(self, link: FakeLink) -> int:
         """Return a transfer number, seldom an old one."""
@@ -184,22 +184,22 @@ class World:
             link = self.rng.choice(self.links)
             transfer = self.rng.randrange(self.transfers.get(link, 0) + 2)
             stop = Stop(transfer, self.rng.choice(list(Reason)))
-            said = self.rng.choice([
+            message = self.rng.choice([
                 lambda: self.book.stopped(link, stop, self.now),
                 lambda: self.book.beaten(link, self.now),
                 lambda: self.book.beaten(link, self.now),
                 lambda: self.book.landed(link, Landed(transfer, self.rng.randrange(1000)), self.now),
             ])  # fmt: skip
-            self.told(said, link)
+            self.told(message, link)
 
     def credit(self) -> None:
         if self.put and self.links:
             (link, transfer), n_bytes = self.rng.choice(list(self.put.items()))
             if link in self.links and isinstance(link, FakeLink):
-                given = Credit(
+                credit = Credit(
                     transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000])
                 )
-                self.told(lambda: self.book.credited(link, given, self.now), link)
+                self.told(lambda: self.book.credited(link, credit, self.now), link)
 
     def land(self) -> None:
         for (link, transfer), n_bytes in list(self.put.items()):
@@ -290,8 +290,8 @@ def test_landed_is_believed_only_of_what_was_sent() -> None:
     world.links.append(FakeLink())
     world.book.linked(world.links[0], Card("d0", b"d" * 16, LAYOUT), 1 << 20)
     world.book.offer(1, Ware("r", np.array([0, 1]), 8, 30.0, 2, bytes(16), public=True), world.now)
-    asked = Invite(1, "r", pack_blocks([3, 4]), 8, 0, 5.0, 5.0, 0, 1 << 20)
-    world.obey(world.book.invited(world.links[0], asked, world.now))
+    invite = Invite(1, "r", pack_blocks([3, 4]), 8, 0, 5.0, 5.0, 0, 1 << 20)
+    world.obey(world.book.invited(world.links[0], invite, world.now))
     whole = 8 * LAYOUT.bytes_per_token
     with pytest.raises(ProtocolError):
         world.book.landed(world.links[0], Landed(1, whole), world.now)

@@ -24,7 +24,7 @@ def stream(words: list[str], newline: str) -> bytes:
         "choices": [],
         "usage": {"prompt_tokens": 9, "completion_tokens": len(words), "total_tokens": 0},
     }
-    events = b"".join(event(one, newline) for one in (role, *tokens, finish, usage))
+    events = b"".join(event(item, newline) for item in (role, *tokens, finish, usage))
     return (
         f": ping{newline}{newline}".encode() + events + f"data: [DONE]{newline}{newline}".encode()
     )

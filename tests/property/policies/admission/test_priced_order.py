@@ -29,8 +29,10 @@ def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
         usage.offered(name, work_s * part, admitted=True)
         usage.offered(name, work_s * (1 - part), admitted=False)
     usage.tick(0.0)
-    got = sum(min(work_s, usage.level * weights.get(name, 1.0)) for name, work_s in asked.items())
-    assert got == pytest.approx(NEARLY * part * sum(asked.values()), rel=1e-6)
+    granted = sum(
+        min(work_s, usage.level * weights.get(name, 1.0)) for name, work_s in asked.items()
+    )
+    assert granted == pytest.approx(NEARLY * part * sum(asked.values()), rel=1e-6)
     assert any(usage.excess(name) > 0 for name in asked), "nobody would pay a price"
     for name, work_s in asked.items():
         if work_s <= usage.level * weights.get(name, 1.0):
@@ -113,7 +115,7 @@ def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(
             inside.ended(name, size + 10, size // 3, now)
         else:
             inside.tick(now)
-        assert inside.tokens == sum(one.tokens for one in inside._active.values())
+        assert inside.tokens == sum(item.tokens for item in inside._active.values())
         assert 0.5 <= inside.phi <= 0.9
         assert 60.0 <= inside.memory_s <= 600.0
     assume(inside.tokens)

@@ -84,10 +84,10 @@ class House:
             self.admitted[at] += tokens
 
     def tell(self, at: int, now: float) -> None:
-        said, self.untold[at] = self.quotas[at].spent(0, self.untold[at], now), 0
+        reported, self.untold[at] = self.quotas[at].spent(0, self.untold[at], now), 0
         for other, quota in enumerate(self.quotas):
             if other != at:
-                quota.elsewhere(said, quota.spent(0, self.untold[other], now))
+                quota.elsewhere(reported, quota.spent(0, self.untold[other], now))
 
 
 @given(
@@ -103,16 +103,16 @@ def test_connected_gateways_admit_as_much_as_one_plus_the_update_interval(
     size: int, limit: int, comes: list[tuple[float, int, int]]
 ) -> None:
     house, now, told_at, before, most = House(size, limit), 1000.0, 1000.0, 0, 0
-    for gap_s, at, amount in comes:
+    for gap_s, index, amount in comes:
         now += gap_s
         while told_at + 0.1 <= now:
             told_at += 0.1
-            for each in range(size):
-                house.tell(each, told_at)
+            for index in range(size):
+                house.tell(index, told_at)
             before = sum(house.admitted)
             if told_at + 60.0 < now:
                 told_at = now
-        house.ask(at % size, amount, now)
+        house.ask(index % size, amount, now)
         most = max(most, sum(house.admitted) - before)
         assert sum(house.admitted) <= limit * (1.0 + (now - 1000.0) / 60.0) + most + 1e-3
 
@@ -128,9 +128,9 @@ def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(
         before = list(house.admitted)
         for _ in range(600):
             now += 0.1
-            for at in range(size):
-                house.ask(at, 20, now)
-                house.tell(at, now)
+            for index in range(size):
+                house.ask(index, 20, now)
+                house.tell(index, now)
         return [after - was for after, was in zip(house.admitted, before, strict=True)]
 
     minute()

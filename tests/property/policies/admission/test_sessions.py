@@ -23,11 +23,11 @@ def sharing(gate: SessionGate | None = None) -> WorkingSet:
 
 
 def tell(sets: list[WorkingSet], now: float) -> None:
-    said = [each.untold(now) for each in sets]
-    for at, each in enumerate(sets):
-        for other, members in enumerate(said):
-            if other != at:
-                each.elsewhere(members, 0.0, now)
+    messages = [working_set.untold(now) for working_set in sets]
+    for index, working_set in enumerate(sets):
+        for other, members in enumerate(messages):
+            if other != index:
+                working_set.elsewhere(members, 0.0, now)
 
 
 @given(st.lists(SERVED, min_size=1, max_size=60))
@@ -35,10 +35,10 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
     served: list[tuple[int, str, int, float, bool]],
 ) -> None:
     sets, now, last = [sharing() for _ in range(3)], 1000.0, dict[str, tuple[float, int]]()
-    for at, session, tokens, gap_s, told in served:
+    for index, session, tokens, gap_s, told in served:
         now += gap_s
-        sets[at].began(session, tokens, 0, 0, now)
-        sets[at].ended(session, tokens, 0, now)
+        sets[index].began(session, tokens, 0, 0, now)
+        sets[index].ended(session, tokens, 0, now)
         last[session] = now, tokens
         if told:
             tell(sets, now)
@@ -48,9 +48,11 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
         for session, (seen_s, tokens) in last.items()
         if seen_s + sets[0].memory_s > now
     }
-    for each in sets:
-        assert {session for session in last if each.holds(session)} >= wanted.keys()
-        assert each.tokens == sum(last[session][1] for session in last if each.holds(session))
+    for working_set in sets:
+        assert {session for session in last if working_set.holds(session)} >= wanted.keys()
+        assert working_set.tokens == sum(
+            last[session][1] for session in last if working_set.holds(session)
+        )
     assert sets[0].admits("z", 1, 10.0) == sets[1].admits("z", 1, 10.0)
 
 
@@ -77,7 +79,7 @@ def test_an_answer_that_takes_longer_than_a_session_is_remembered_keeps_it_in_ev
     sets = [sharing(), sharing()]
     sets[0].began("a", 100, 0, 0, 0.0)
     for now in (1.0, 100.0, 182.0, 300.0, 364.0, 500.0):
-        for each in sets:
-            each.tick(now)
+        for working_set in sets:
+            working_set.tick(now)
         tell(sets, now)
         assert sets[1].tokens == 100

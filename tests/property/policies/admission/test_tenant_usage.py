@@ -49,8 +49,8 @@ def test_demand_of_few_requests_is_discounted(
     assert isclose(few.asked_s(waiting_s, 0.0), many.asked_s(waiting_s, 0.0))
     assert 0.0 <= few.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, doubt) * (1 + 1e-9)
     assert many.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, 0.0)
-    seen = few.asked_s(0.0, 1.0) / few.asked_s(0.0, 0.0)
+    ratio = few.asked_s(0.0, 1.0) / few.asked_s(0.0, 0.0)
     few.tick(0.0)
     few.tick(5.0)
     # both decay equally
-    assert isclose(few.asked_s(0.0, 1.0), seen * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)
+    assert isclose(few.asked_s(0.0, 1.0), ratio * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)

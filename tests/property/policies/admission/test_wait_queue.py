@@ -91,35 +91,35 @@ class History:
 def test_every_waiting_request_gets_a_verdict_in_time(
     history: list[tuple[str, int, float]],
 ) -> None:
-    seen = History((1, 2))
+    result = History((1, 2))
     for number, (what, which, seconds) in enumerate(history):
-        seen.now += seconds / 4
-        seen.settle()
+        result.now += seconds / 4
+        result.settle()
         if what == "arrive":
-            seen.arrive(
-                number, "ab"[which % 2], seen.now + seconds if which > 3 else None, which % 3
+            result.arrive(
+                number, "ab"[which % 2], result.now + seconds if which > 3 else None, which % 3
             )
-        elif what == "leave" and seen.inside:
-            seen.leave()
-        elif what == "cancel" and seen.waits:
-            number = sorted(seen.waits)[which % len(seen.waits)]
-            assert seen.room.cancel(number)
-            assert not seen.room.cancel(number)
-            del seen.waits[number]
+        elif what == "leave" and result.inside:
+            result.leave()
+        elif what == "cancel" and result.waits:
+            number = sorted(result.waits)[which % len(result.waits)]
+            assert result.room.cancel(number)
+            assert not result.room.cancel(number)
+            del result.waits[number]
         elif what == "wait":
-            seen.now += seconds * 2
+            result.now += seconds * 2
         elif what == "flap":
-            seen.candidates[1].load.available = not seen.candidates[1].load.available
-            seen.room.refresh(seen.candidates)
-        seen.settle()
-        seen.check()
-    while seen.waits or seen.inside:
-        seen.now += 1.0
-        seen.settle()
-        if seen.inside:
-            seen.leave()
-        seen.check()
-    room = seen.room
+            result.candidates[1].load.available = not result.candidates[1].load.available
+            result.room.refresh(result.candidates)
+        result.settle()
+        result.check()
+    while result.waits or result.inside:
+        result.now += 1.0
+        result.settle()
+        if result.inside:
+            result.leave()
+        result.check()
+    room = result.room
     assert len(room._due) + len(room._fifo) + len(room._ranks) <= 64 + 8  # type: ignore[operator]
 
 
@@ -163,27 +163,27 @@ def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weigh
     one = [candidate(0, 1)]
     room.refresh(one)
     rng = Random(len(sizes))
-    asked: dict[int, Ask] = {}
-    got = {"a": 0.0, "b": 0.0}
+    asks: dict[int, Ask] = {}
+    served = {"a": 0.0, "b": 0.0}
 
     def arrive(number: int, tenant: str) -> Verdict:
         ask = question(number, tenant, 0.0)
         size = sizes[rng.randrange(len(sizes))]
-        asked[number] = replace(
+        asks[number] = replace(
             ask, request=replace(ask.request, prompt_tokens=size, output_tokens=0)
         )
-        return room.arrive(asked[number], one, number)
+        return room.arrive(asks[number], one, number)
 
     assert isinstance(arrive(0, "a"), Admit)
     for number, tenant in enumerate("aabb", 1):
         arrive(number, tenant)
     last = 0
     for number in range(5, 5 + len(sizes)):
-        room.leave(asked[last].request, Outcome(0.0))
+        room.leave(asks[last].request, Outcome(0.0))
         [(last, _)] = room.settle(0.0)
-        request = asked[last].request
-        got[request.tenant] += request.prompt_tokens
-        assert abs(got["a"] - got["b"] / weight) <= 2000 + 2000 / weight
+        request = asks[last].request
+        served[request.tenant] += request.prompt_tokens
+        assert abs(served["a"] - served["b"] / weight) <= 2000 + 2000 / weight
         arrive(number, request.tenant)
 
 

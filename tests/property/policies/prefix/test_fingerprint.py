@@ -23,7 +23,7 @@ words = st.integers(0, 2**64 - 1)
 def numbers(count: int) -> st.SearchStrategy[Numbers]:
     """Draw this many secret numbers."""
     return st.lists(words, min_size=count, max_size=count).map(
-        lambda found: np.array(found, np.uint64)
+        lambda values: np.array(values, np.uint64)
     )
 
 
@@ -85,6 +85,6 @@ def test_word_by_word_gives_the_keys_that_whole_arrays_give(
 
 @given(st.integers(0, 1000))
 def test_an_index_has_entries_for_less_and_less_of_a_longer_chain(blocks: int) -> None:
-    found = rungs(array("Q", range(1, blocks + 1))).tolist()
-    assert found == [length for length in LENGTHS if length <= blocks]
-    assert all(longer - length <= 1 + length // 32 for length, longer in pairwise(found))
+    result = rungs(array("Q", range(1, blocks + 1))).tolist()
+    assert result == [length for length in LENGTHS if length <= blocks]
+    assert all(longer - length <= 1 + length // 32 for length, longer in pairwise(result))

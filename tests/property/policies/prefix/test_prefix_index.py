@@ -121,12 +121,12 @@ class Bounded(RuleBasedStateMachine):
         stats = self.index.stats()
         assert stats.bytes <= self.cap
         assert 0 <= stats.blocks == sum(map(len, self.index._shards)) <= 64
-        for slot, held in enumerate(stats.held_tokens):
-            assert held >= 0
+        for slot, count in enumerate(stats.held_tokens):
+            assert count >= 0
             if slot in self.capacity:
                 # One generation is always alive: a prompt larger than the engine matches until the
                 # next one comes.
-                assert held <= max(self.capacity[slot], 102 * BLOCK)
+                assert count <= max(self.capacity[slot], 102 * BLOCK)
 
     @staticmethod
     def long(prompt: bytes, blocks: int) -> Fingerprint:

@@ -77,8 +77,8 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
 
 
 def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -> float:
-    (found,) = by.prices(Ask(request, 100.0, Random(1), [held]), [one], part)
-    return found
+    (quote,) = by.prices(Ask(request, 100.0, Random(1), [held]), [one], part)
+    return quote
 
 
 def never_cheaper(
@@ -116,7 +116,7 @@ def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheap
 def test_more_of_the_prompt_cached_is_never_dearer(
     by: Prices, request: Request, one: Candidate, some: float, more: float, part: Part
 ) -> None:
-    low, high = sorted(int(each * request.prompt_tokens) for each in (some, more))
+    low, high = sorted(int(share * request.prompt_tokens) for share in (some, more))
     dear = price(by, request, one, low, part)
     assert price(by, request, one, high, part) <= dear + 1e-9 * abs(dear)
 
@@ -137,7 +137,7 @@ def test_a_price_is_a_finite_number_not_below_zero_and_the_sum_of_its_parts(
     by: Prices, request: Request, one: Candidate, held: float, part: Part
 ) -> None:
     question = Ask(request, 100.0, Random(1), [int(held * request.prompt_tokens)])
-    (found,) = by.prices(question, [one], part)
-    assert isfinite(found)
-    assert found >= 0.0
-    assert found == pytest.approx(by.explain(question, [one], 0, part).total, rel=1e-6, abs=1e-12)
+    (quote,) = by.prices(question, [one], part)
+    assert isfinite(quote)
+    assert quote >= 0.0
+    assert quote == pytest.approx(by.explain(question, [one], 0, part).total, rel=1e-6, abs=1e-12)

@@ -16,12 +16,12 @@ SHAPE = Shape()
 
 def decisions(rule: SplitRule, tokens: list[int], splitting: bool = False) -> list[bool]:
     pools = Pools((Group("g", (candidate(0),), (candidate(1),)),), (candidate(1),))
-    one, made = splitter(rule, PrefixAware().build()), []
+    one, results = splitter(rule, PrefixAware().build()), []
     for prompt in tokens:
         decision = one.decide(pools, ask(prompt), SHAPE, splitting)
         splitting = decision.splitting
-        made.append(decision.pair is not None)
-    return made
+        results.append(decision.pair is not None)
+    return results
 
 
 @given(rules, prompts)

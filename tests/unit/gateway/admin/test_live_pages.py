@@ -15,7 +15,7 @@ import pytest
 
 from gateway.admin import live_stream as hubs
 from gateway.admin.live_pages import FILES
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S
 
 OWN = [
@@ -30,20 +30,20 @@ SINKS = (
 
 
 async def get(
-    home: House, path: str, **headers: str
+    fleet: GatewayFleet, path: str, **headers: str
 ) -> tuple[int, str, aiohttp.typedefs.LooseHeaders]:
-    async with home.http.get(home.app.admin_url + path, headers=headers) as response:
+    async with fleet.http.get(fleet.app.admin_url + path, headers=headers) as response:
         return response.status, await response.text(), response.headers
 
 
-async def live(home: House) -> dict[str, Any]:
-    view: dict[str, Any] = json.loads((await get(home, "/live"))[1])
+async def live(fleet: GatewayFleet) -> dict[str, Any]:
+    view: dict[str, Any] = json.loads((await get(fleet, "/live"))[1])
     return view
 
 
 @asynccontextmanager
-async def watching(home: House) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    async with home.http.get(home.app.admin_url + "/live/stream") as response:
+async def watching(fleet: GatewayFleet) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    async with fleet.http.get(fleet.app.admin_url + "/live/stream") as response:
         assert response.status == 200
 
         async def frames() -> AsyncIterator[dict[str, Any]]:
@@ -55,9 +55,9 @@ async def watching(home: House) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
 
 
 async def test_page_files_have_security_headers_and_other_paths_return_404() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as fleet:
         for path in ("/", *(f"/web/{name}" for name in FILES)):
-            status, _, headers = await get(home, path)
+            status, _, headers = await get(fleet, path)
             assert status == 200, path
             policy = headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy
@@ -68,20 +68,20 @@ async def test_page_files_have_security_headers_and_other_paths_return_404() -> 
                 "DENY",
             )
         for path in ("/web/live.py", "/web/..%2fadmin.py", "/web/%2e%2e/admin.py", "/web/"):
-            assert (await get(home, path))[0] == 404, path
-        assert (await get(home, "/", Host="evil.example"))[0] == 403
-        assert (await get(home, "/live/stream", Host="evil.example"))[0] == 403
+            assert (await get(fleet, path))[0] == 404, path
+        assert (await get(fleet, "/", Host="evil.example"))[0] == 403
+        assert (await get(fleet, "/live/stream", Host="evil.example"))[0] == 403
 
 
 async def test_the_page_has_no_inline_script_and_no_external_url() -> None:
-    async with house(1) as home:
-        text = (await get(home, "/"))[1]
+    async with gateway_fleet(1) as fleet:
+        text = (await get(fleet, "/"))[1]
         assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", text)
         for name in OWN:
             assert "//" not in re.sub(
                 r"http://www\.w3\.org/2000/svg|^\s*//.*$|; // .*$",
                 "",
-                (await get(home, f"/web/{name}"))[1],
+                (await get(fleet, f"/web/{name}"))[1],
                 flags=re.M,
             ), name
 
@@ -97,12 +97,12 @@ async def test_the_view_contains_requests_endpoints_and_pools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hubs, "FRESH_S", -1.0)  # no cached frame
-    async with house(2, pool={"policy": "prefix_aware"}) as home:
-        before = await live(home)
+    async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet:
+        before = await live(fleet)
         assert before["totals"]["goodput"] == []
         for _ in range(6):
-            assert (await home.ask(prompt="the same long prompt " * 60)).fate == "ok"
-        view = await live(home)
+            assert (await fleet.ask(prompt="the same long prompt " * 60)).fate == "ok"
+        view = await live(fleet)
     totals = view["totals"]
     assert totals["requests_per_s"] > 0
     assert totals["ttft"]["count"] == 6
@@ -132,10 +132,10 @@ async def test_the_view_contains_requests_endpoints_and_pools(
 
 async def test_a_killed_group_shows_within_two_seconds() -> None:
     loop = asyncio.get_running_loop()
-    async with house(3) as home, watching(home) as frames:
-        victim = home.app.gateway.endpoints.all()[1].endpoint.name
+    async with gateway_fleet(3) as fleet, watching(fleet) as frames:
+        victim = fleet.app.gateway.endpoints.all()[1].endpoint.name
         assert (await anext(frames))["why"] == []
-        home.groups[1].faults.set("refuse")
+        fleet.groups[1].faults.set("refuse")
         killed = loop.time()
         async with asyncio.timeout(PATIENCE_S):
             async for frame in frames:
@@ -150,35 +150,35 @@ async def test_a_killed_group_shows_within_two_seconds() -> None:
 
 async def test_streams_end_when_the_gateway_stops() -> None:
     loop = asyncio.get_running_loop()
-    async with house(1) as home, watching(home) as frames:
+    async with gateway_fleet(1) as fleet, watching(fleet) as frames:
         await anext(frames)
         started_at = loop.time()
-        await home.app.stop()
+        await fleet.app.stop()
         assert loop.time() - started_at < 2.0
 
 
 async def test_too_many_watchers_are_refused_with_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "MAX_WATCHERS", 1)
-    async with house(1) as home:
-        async with watching(home) as frames:
+    async with gateway_fleet(1) as fleet:
+        async with watching(fleet) as frames:
             await anext(frames)
-            status, _, headers = await get(home, "/live/stream")
+            status, _, headers = await get(fleet, "/live/stream")
             assert (status, headers["Retry-After"]) == (503, "5")
         async with asyncio.timeout(PATIENCE_S):  # a closed stream is noticed at the next frame
-            while (await get_status(home)) == 503:
+            while (await get_status(fleet)) == 503:
                 await asyncio.sleep(0.05)
 
 
-async def get_status(home: House) -> int:
-    async with home.http.get(home.app.admin_url + "/live/stream") as response:
+async def get_status(fleet: GatewayFleet) -> int:
+    async with fleet.http.get(fleet.app.admin_url + "/live/stream") as response:
         return response.status
 
 
 async def test_a_drained_endpoint_receives_no_requests_until_undrain() -> None:
-    async with house(2) as home:
-        names = [row.endpoint.name for row in home.app.gateway.endpoints.all()]
-        post = home.http.post
-        async with post(f"{home.app.admin_url}/endpoints/{names[0]}/drain") as response:
+    async with gateway_fleet(2) as fleet:
+        names = [row.endpoint.name for row in fleet.app.gateway.endpoints.all()]
+        post = fleet.http.post
+        async with post(f"{fleet.app.admin_url}/endpoints/{names[0]}/drain") as response:
             assert await response.json() == {
                 "result": "applied",
                 "endpoint": names[0],
@@ -186,20 +186,20 @@ async def test_a_drained_endpoint_receives_no_requests_until_undrain() -> None:
                 "in_flight": 0,
             }
         for _ in range(4):
-            assert (await home.ask()).headers["x-penstock-endpoint"] == names[1]
-        view = (await live(home))["endpoints"]
+            assert (await fleet.ask()).headers["x-penstock-endpoint"] == names[1]
+        view = (await live(fleet))["endpoints"]
         assert [(row["state"], row["severity"]) for row in view] == [("drained", 2), ("up", 0)]
-        async with post(f"{home.app.admin_url}/endpoints/{names[0]}/undrain") as response:
+        async with post(f"{fleet.app.admin_url}/endpoints/{names[0]}/undrain") as response:
             assert response.status == 200
-        assert {(await home.ask()).headers["x-penstock-endpoint"] for _ in range(4)} == set(names)
-        async with post(f"{home.app.admin_url}/endpoints/nobody/drain") as response:
+        assert {(await fleet.ask()).headers["x-penstock-endpoint"] for _ in range(4)} == set(names)
+        async with post(f"{fleet.app.admin_url}/endpoints/nobody/drain") as response:
             assert response.status == 404
 
 
 async def test_draining_requires_the_admin_key_and_the_same_origin() -> None:
-    async with house(1, admin={"key": "an-admin-key"}) as home:
-        name = home.app.gateway.endpoints.all()[0].endpoint.name
-        path = f"{home.app.admin_url}/endpoints/{name}/drain"
+    async with gateway_fleet(1, admin={"key": "an-admin-key"}) as fleet:
+        name = fleet.app.gateway.endpoints.all()[0].endpoint.name
+        path = f"{fleet.app.admin_url}/endpoints/{name}/drain"
         key = {"Authorization": "Bearer an-admin-key"}
         for headers, status in (
             ({}, 401),
@@ -207,5 +207,5 @@ async def test_draining_requires_the_admin_key_and_the_same_origin() -> None:
             (key | {"Origin": "http://evil.example"}, 403),
             (key, 200),
         ):
-            async with home.http.post(path, headers=headers) as response:
+            async with fleet.http.post(path, headers=headers) as response:
                 assert response.status == status

@@ -12,7 +12,7 @@ from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
 from gateway.protocol.stream_scan import Usage
 from gateway.telemetry.explain import Explained
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 def ended(number: int, outcome: str = "served", kept: str = "met") -> Exchange:
@@ -95,24 +95,24 @@ def test_the_path_of_a_query_parses_to_the_same_query() -> None:
         read_query({"problems": "yes"})
 
 
-async def listed(home: House, query: str = "") -> tuple[int, Any]:
-    async with home.http.get(f"{home.app.admin_url}/requests{query}") as answer:
+async def listed(fleet: GatewayFleet, query: str = "") -> tuple[int, Any]:
+    async with fleet.http.get(f"{fleet.app.admin_url}/requests{query}") as answer:
         return answer.status, json.loads(await answer.text())
 
 
 async def test_rows_contain_numbers_and_no_request_text() -> None:
-    async with house(1) as home:
-        served = await home.ask(prompt="what only the client knows", tokens=6)
-        home.groups[0].faults.set("5xx")
-        await home.ask(prompt="what only the client knows")
-        status, page = await listed(home)
+    async with gateway_fleet(1) as fleet:
+        served = await fleet.ask(prompt="what only the client knows", tokens=6)
+        fleet.groups[0].faults.set("5xx")
+        await fleet.ask(prompt="what only the client knows")
+        status, page = await listed(fleet)
         assert (status, len(page["requests"])) == (200, 2)
         assert "only the client" not in json.dumps(page)
         failed, row = page["requests"]
         assert row["id"] == next(
             value for name, value in served.headers.items() if name.lower() == "x-request-id"
         )
-        assert row["endpoint"] == home.app.gateway.endpoints.all()[0].endpoint.name
+        assert row["endpoint"] == fleet.app.gateway.endpoints.all()[0].endpoint.name
         assert (row["model"], row["status"], row["outcome"], row["slo_outcome"]) == (
             "demo-8b",
             200,
@@ -123,7 +123,7 @@ async def test_rows_contain_numbers_and_no_request_text() -> None:
         assert 0 <= row["ttft_s"] <= row["took_s"]
         assert (failed["problem"], failed["outcome"]) == (True, "refused")
         assert failed["at"] >= row["at"]
-        assert ids((await listed(home, "?problems=1"))[1]) == [failed["id"]]
-        assert (await listed(home, "?limit=0"))[0] == 400
-        async with home.http.get(f"{home.app.admin_url}/explain/{row['id']}") as answer:
+        assert ids((await listed(fleet, "?problems=1"))[1]) == [failed["id"]]
+        assert (await listed(fleet, "?limit=0"))[0] == 400
+        async with fleet.http.get(f"{fleet.app.admin_url}/explain/{row['id']}") as answer:
             assert (await answer.json())["id"] == row["id"]

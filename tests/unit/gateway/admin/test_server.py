@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from gateway.telemetry.accounting import AccessLine
-from tests.chaos.house import House, house
-from tests.unit.gateway.disagg.halves import front, holds
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.unit.gateway.disagg.scripted_engines import never_answers, split_gateway
 
 CANARY = "canary-5f2e9c"
 
 
-async def everything(home: House) -> str:
+async def everything(fleet: GatewayFleet) -> str:
     """All that the admin listener says."""
     text = ""
     for path in ("/healthz", "/readyz", "/metrics", "/endpoints", "/config"):
-        async with home.http.get(home.app.admin_url + path) as response:
+        async with fleet.http.get(fleet.app.admin_url + path) as response:
             assert response.status == 200, path
             text += await response.text()
     return text
@@ -30,23 +30,23 @@ async def test_no_page_or_log_line_contains_a_secret(
 ) -> None:
     log = tmp_path / "access.log"
     tenants = [{"name": "acme", "key": f"tenant-{CANARY}"}]
-    async with house(1, tenants=tenants, observability={"access_log": str(log)}) as home:
-        home.http.headers["Authorization"] = f"Bearer tenant-{CANARY}"
-        assert (await home.ask(prompt=f"prompt-{CANARY}")).fate == "ok"
-        home.http.headers["Authorization"] = f"Bearer wrong-{CANARY}"
-        assert (await home.ask()).status == 401
-        del home.http.headers["Authorization"]
-        assert CANARY not in await everything(home)
+    async with gateway_fleet(1, tenants=tenants, observability={"access_log": str(log)}) as fleet:
+        fleet.http.headers["Authorization"] = f"Bearer tenant-{CANARY}"
+        assert (await fleet.ask(prompt=f"prompt-{CANARY}")).fate == "ok"
+        fleet.http.headers["Authorization"] = f"Bearer wrong-{CANARY}"
+        assert (await fleet.ask()).status == 401
+        del fleet.http.headers["Authorization"]
+        assert CANARY not in await everything(fleet)
     assert "acme" in log.read_text()
     assert CANARY not in log.read_text() + caplog.text
 
 
 async def test_every_request_has_one_access_log_line_of_valid_json(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
-    async with house(2, observability={"access_log": str(log)}) as home:
-        home.groups[0].faults.set("5xx")
+    async with gateway_fleet(2, observability={"access_log": str(log)}) as fleet:
+        fleet.groups[0].faults.set("5xx")
         for _ in range(4):
-            await home.ask(stream=False)
+            await fleet.ask(stream=False)
     lines = [
         msgspec.json.decode(line, type=AccessLine, strict=True)
         for line in log.read_bytes().splitlines()
@@ -68,33 +68,33 @@ async def test_every_request_has_one_access_log_line_of_valid_json(tmp_path: Pat
         assert len(known) == 9
 
 
-async def ready(home: House) -> tuple[int, str]:
-    async with home.http.get(home.app.admin_url + "/readyz") as response:
+async def ready(fleet: GatewayFleet) -> tuple[int, str]:
+    async with fleet.http.get(fleet.app.admin_url + "/readyz") as response:
         return response.status, await response.text()
 
 
 async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drains() -> None:
-    async with house(2) as home:
-        endpoints = home.app.gateway.endpoints
+    async with gateway_fleet(2) as fleet:
+        endpoints = fleet.app.gateway.endpoints
         first, second = endpoints.all()
         endpoints.drain(first, wanted=True)
-        assert await ready(home) == (200, "ready\n")
+        assert await ready(fleet) == (200, "ready\n")
         endpoints.drain(second, wanted=True)
-        status, why = await ready(home)
+        status, why = await ready(fleet)
         assert (status, "no endpoint is available" in why) == (503, True)
         endpoints.drain(second, wanted=False)
-        assert await ready(home) == (200, "ready\n")
-        home.app.draining = True
-        assert await ready(home) == (503, "draining\n")
-        home.app.draining = False
+        assert await ready(fleet) == (200, "ready\n")
+        fleet.app.draining = True
+        assert await ready(fleet) == (503, "draining\n")
+        fleet.app.draining = False
 
 
 @pytest.mark.parametrize(("role", "out"), [("prefill", slice(0, 2)), ("decode", slice(2, 4))])
 async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
     role: str, out: slice
 ) -> None:
-    async with front(
-        "sglang", [holds] * 2, [holds] * 2, engine="sglang", bootstrap="10.0.0.7:8998"
+    async with split_gateway(
+        "sglang", [never_answers] * 2, [never_answers] * 2, engine="sglang", bootstrap="10.0.0.7:8998"
     ) as running:
         endpoints = running.app.gateway.endpoints
         one, other = endpoints.all()[out]
@@ -112,7 +112,7 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
 
 
 async def test_the_endpoints_page_has_load_and_health() -> None:
-    async with house(2) as home, home.http.get(home.app.admin_url + "/endpoints") as response:
+    async with gateway_fleet(2) as fleet, fleet.http.get(fleet.app.admin_url + "/endpoints") as response:
         rows = (await response.json())["endpoints"]
         assert [row["available"] for row in rows] == [True, True]
         assert {row["state"] for row in rows} == {"up"}
@@ -120,9 +120,9 @@ async def test_the_endpoints_page_has_load_and_health() -> None:
 
 
 async def test_admin_pages_are_read_only_and_not_on_the_api_listener() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as fleet:
         for path in ("/config", "/endpoints", "/metrics"):
-            async with home.http.post(home.app.admin_url + path) as response:
+            async with fleet.http.post(fleet.app.admin_url + path) as response:
                 assert response.status == 405
-            async with home.http.get(home.app.url + path) as response:
+            async with fleet.http.get(fleet.app.url + path) as response:
                 assert response.status == 404

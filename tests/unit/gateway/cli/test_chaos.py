@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.fleet.endpoint_registry import described
 from mockgpu.chaos_server import open_door
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 class Broken:
     """A gateway with two mocks that have a fault server, and a command runner."""
 
-    def __init__(self, home: House, fault_port: int) -> None:
-        self.home = home
+    def __init__(self, fleet: GatewayFleet, fault_port: int) -> None:
+        self.fleet = fleet
         self.door = f"http://127.0.0.1:{fault_port}"
 
     async def types(self, *words: str) -> tuple[int, str]:
         def run() -> tuple[int, str]:
             done = CliRunner().invoke(
-                main.app, ["chaos", *words, "--admin", self.home.app.admin_url]
+                main.app, ["chaos", *words, "--admin", self.fleet.app.admin_url]
             )
             return done.exit_code, done.output
 
@@ -38,14 +38,14 @@ class Broken:
 @pytest.fixture
 async def broken() -> AsyncIterator[Broken]:
     async with AsyncExitStack() as stack:
-        home = await stack.enter_async_context(house(2))
-        port = await stack.enter_async_context(open_door(home.groups, 0))
-        for name, live in zip("ab", home.app.gateway.endpoints.all(), strict=True):
+        fleet = await stack.enter_async_context(gateway_fleet(2))
+        port = await stack.enter_async_context(open_door(fleet.groups, 0))
+        for name, live in zip("ab", fleet.app.gateway.endpoints.all(), strict=True):
             spec = live.spec.model_copy(
                 update={"name": name, "labels": {"chaos": f"127.0.0.1:{port}"}}
             )
             live.endpoint = described("main", spec)
-        yield Broken(home, port)
+        yield Broken(fleet, port)
 
 
 async def test_kill_and_restore_report_what_the_gateway_does(broken: Broken) -> None:
@@ -54,7 +54,7 @@ async def test_kill_and_restore_report_what_the_gateway_does(broken: Broken) -> 
     assert "killed b (http://127.0.0.1:" in output
     assert re.search(r"the gateway took it out of rotation after [01]\.", output)
     assert "1 of 2 endpoints serve" in output
-    assert (await broken.home.ask()).fate == "ok"
+    assert (await broken.fleet.ask()).fate == "ok"
     code, output = await broken.types("restore")
     assert code == 0
     assert "restored b (" in output
@@ -67,13 +67,13 @@ async def test_actions_set_faults_of_the_mock(broken: Broken) -> None:
     code, output = await broken.types("slow", "a", "--factor", "3", "--for", "250ms", "--json")
     reply: dict[str, Any] = json.loads(output)
     assert (code, reply["spec"], reply["targets"][0]["name"]) == (0, "slow:x=3@0-0.25", "a")
-    assert broken.home.groups[0].faults.spec == "slow:x=3@0-0.25"
+    assert broken.fleet.groups[0].faults.spec == "slow:x=3@0-0.25"
     code, output = await broken.types("lose-rank", "a", "--rank", "0")
     assert (code, "took a GPU from a" in output, "(engine_dead)" in output) == (0, True, True)
 
 
 async def test_restore_without_mocks_is_an_error(broken: Broken) -> None:
-    for live in broken.home.app.gateway.endpoints.all():
+    for live in broken.fleet.app.gateway.endpoints.all():
         live.endpoint = type(live.endpoint)(live.endpoint.name, live.endpoint.url, "main", "")
     code, output = await broken.types("restore")
     assert (code, "no endpoint accepts faults" in " ".join(output.split())) == (1, True), output
@@ -81,7 +81,7 @@ async def test_restore_without_mocks_is_an_error(broken: Broken) -> None:
 
 
 async def test_endpoints_without_a_local_fault_server_are_refused(broken: Broken) -> None:
-    live = broken.home.app.gateway.endpoints.all()[0]
+    live = broken.fleet.app.gateway.endpoints.all()[0]
     for labels, message in (
         ({}, "does not accept faults"),
         ({"chaos": "192.0.2.7:9000"}, "is an address of another machine"),
@@ -93,7 +93,7 @@ async def test_endpoints_without_a_local_fault_server_are_refused(broken: Broken
         assert (code, message in " ".join(output.split())) == (1, True), output
     assert (await broken.types("kill", "nobody"))[0] == 2
     assert (await broken.types("kill", "a", "--for", "soon"))[0] == 2
-    assert broken.home.groups[0].faults.spec == ""
+    assert broken.fleet.groups[0].faults.spec == ""
 
 
 @pytest.mark.parametrize(
@@ -106,35 +106,35 @@ async def test_endpoints_without_a_local_fault_server_are_refused(broken: Broken
     ids=["origin", "fetch", "rebound"],
 )
 async def test_the_fault_server_refuses_web_pages(broken: Broken, headers: dict[str, str]) -> None:
-    port = broken.home.groups[0].listener.port
+    port = broken.fleet.groups[0].listener.port
     order = {"spec": "refuse"}
-    async with broken.home.http.post(
+    async with broken.fleet.http.post(
         f"{broken.door}/faults/{port}", json=order, headers=headers
     ) as response:
         assert response.status == 403
     if "Origin" in headers:
-        url = broken.home.groups[0].url + "/mock/fault"
-        async with broken.home.http.post(url, json=order, headers=headers) as response:
+        url = broken.fleet.groups[0].url + "/mock/fault"
+        async with broken.fleet.http.post(url, json=order, headers=headers) as response:
             assert response.status == 403
-    assert broken.home.groups[0].faults.spec == ""
+    assert broken.fleet.groups[0].faults.spec == ""
 
 
 async def test_the_fault_server_reports_invalid_requests(broken: Broken) -> None:
-    port = broken.home.groups[0].listener.port
+    port = broken.fleet.groups[0].listener.port
     for path, body, status in (
         (f"/faults/{port}", {"spec": "explode"}, 400),
         (f"/faults/{port}", {"sp": ""}, 400),
         ("/faults/1", {"spec": ""}, 404),
         (f"/faults/{port}", {"spec": "x" * 5000}, 413),
     ):
-        async with broken.home.http.post(broken.door + path, json=body) as response:
+        async with broken.fleet.http.post(broken.door + path, json=body) as response:
             assert response.status == status, path
-    async with broken.home.http.get(broken.door + "/faults") as response:
+    async with broken.fleet.http.get(broken.door + "/faults") as response:
         assert (await response.json())[str(port)] == {"spec": "", "jobs": 0}
 
 
 async def test_a_partitioned_mock_accepts_connections_and_does_not_respond(broken: Broken) -> None:
-    group = broken.home.groups[0]
+    group = broken.fleet.groups[0]
     group.faults.set("partition")
     request = asyncio.create_task(health(broken))
     done, _ = await asyncio.wait([request], timeout=0.1)
@@ -144,5 +144,5 @@ async def test_a_partitioned_mock_accepts_connections_and_does_not_respond(broke
 
 
 async def health(broken: Broken) -> int:
-    async with broken.home.http.get(broken.home.groups[0].url + "/health") as response:
+    async with broken.fleet.http.get(broken.fleet.groups[0].url + "/health") as response:
         return response.status

@@ -8,11 +8,11 @@ import json
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from tests.chaos.house import Answer, House, house
+from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 
 
-async def typed(home: House, *words: str) -> tuple[int, str]:
-    words = ("explain", *words, "--admin", home.app.admin_url)
+async def typed(fleet: GatewayFleet, *words: str) -> tuple[int, str]:
+    words = ("explain", *words, "--admin", fleet.app.admin_url)
     done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
     return done.exit_code, done.output
 
@@ -22,11 +22,11 @@ def id_of(response: Answer) -> str:
 
 
 async def test_explain_prints_slo_pick_and_outcome() -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home:
-        exit_code, output = await typed(home)
+    async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet:
+        exit_code, output = await typed(fleet)
         assert (exit_code, "last: no such request" in output) == (1, True)
-        response = await home.ask(prompt="why there " * 100)
-        exit_code, output = await typed(home, id_of(response))
+        response = await fleet.ask(prompt="why there " * 100)
+        exit_code, output = await typed(fleet, id_of(response))
         assert exit_code == 0
         picked = response.headers["x-penstock-endpoint"]
         assert output.startswith(f"{id_of(response)}: demo-8b, 200 served\n")
@@ -36,17 +36,17 @@ async def test_explain_prints_slo_pick_and_outcome() -> None:
         assert "  served    first token after " in output
         assert "  result    SLO met\n" in output
         assert f"> {picked}" in output
-        assert (await typed(home)) == (0, output)
-        exit_code, output_json = await typed(home, "--json")
+        assert (await typed(fleet)) == (0, output)
+        exit_code, output_json = await typed(fleet, "--json")
         assert json.loads(output_json)["pick"]["endpoint"] == picked
 
 
 async def test_explain_prints_rejections_and_unknown_ids() -> None:
-    async with house(1) as home:
-        home.groups[0].faults.set("5xx")
-        response = await home.ask()
-        exit_code, output = await typed(home, id_of(response))
+    async with gateway_fleet(1) as fleet:
+        fleet.groups[0].faults.set("5xx")
+        response = await fleet.ask()
+        exit_code, output = await typed(fleet, id_of(response))
         assert exit_code == 0
         assert f"{response.status} refused" in output
-        exit_code, output = await typed(home, "req_of_another_day")
+        exit_code, output = await typed(fleet, "req_of_another_day")
         assert (exit_code, "req_of_another_day: no such request" in output) == (1, True)

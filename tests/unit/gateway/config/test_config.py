@@ -275,8 +275,8 @@ def secrets_of(
             yield from secrets_of(field.annotation, (*path, field.alias or name))
     else:
         inside = {tuple: (0,), Mapping: ("any",)}.get(get_origin(annotation), ())
-        for each in get_args(annotation):
-            yield from secrets_of(each, (*path, *inside))
+        for argument in get_args(annotation):
+            yield from secrets_of(argument, (*path, *inside))
 
 
 def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
@@ -289,11 +289,11 @@ def put(data: Any, path: tuple[str | int, ...], value: str) -> None:
 
 def test_the_rules_about_secrets_know_every_secret_of_the_tree() -> None:
     data: dict[str, Any] = {}
-    found = set(secrets_of(Config))
-    assert ("tenants", 0, "key") in found
-    for path in found:
+    result = set(secrets_of(Config))
+    assert ("tenants", 0, "key") in result
+    for path in result:
         put(data, path, "in clear")
-    assert set(cross_checks.secrets_in_clear(data)) == found
+    assert set(cross_checks.secrets_in_clear(data)) == result
 
 
 def test_a_collectors_key_may_come_from_a_file_and_causes_a_warning_in_clear(

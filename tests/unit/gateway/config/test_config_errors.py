@@ -32,7 +32,7 @@ def test_every_mistake_of_a_file_is_reported_at_its_line_and_column(path: Path) 
         (int(line), int(column), text) for line, column, text in EXPECT.findall(path.read_text())
     ]
     problems = refusal(path).problems
-    assert [(each.line, each.col) for each in problems] == [
+    assert [(problem.line, problem.col) for problem in problems] == [
         (line, column) for line, column, _ in expected
     ], problems
     for problem, (_, _, text) in zip(problems, expected, strict=True):

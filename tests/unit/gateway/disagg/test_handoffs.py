@@ -1,4 +1,4 @@
-"""What outlives a split request: numbers, figures per pair, overdue transfers, release requests."""
+"""State that outlives a split request: numbers, pair figures, overdue transfers, releases."""
 
 from __future__ import annotations
 
@@ -15,49 +15,58 @@ from gateway.http.write_queue import Outbox
 from gateway.metrics.catalogue import Metrics
 from tests.replaced import stand_in
 from tests.scraped import total
-from tests.unit.gateway.disagg.wires import There, Wire
+from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
 
 
-def made(there: There | None = None, rng: Any = None) -> Handoffs:
-    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or There()))
+def made(there: FakeUpstream | None = None, rng: Any = None) -> Handoffs:
+    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or FakeUpstream()))
 
 
 def pair(prefill: str = "p", decode: str = "d") -> Any:
     def pick(name: str) -> Any:
-        return SimpleNamespace(candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0)
+        return SimpleNamespace(
+            candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0
+        )
 
     return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
 
 
-# ---- KV that is not needed any more
+# Releases
 
 
-async def test_a_request_that_frees_kv_is_done_with_when_it_has_ended() -> None:
-    wire = Wire()
-    there = There(wire)
+async def test_a_release_request_is_forgotten_when_it_ends() -> None:
+    wire = FakeConnection()
+    there = FakeUpstream(wire)
     handoffs = made(there)
     handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     assert wire.carried == [b"head body"]
     assert len(handoffs._running) == 1
     wire.ends()
     assert not handoffs._running
-    assert total(handoffs.metrics.render().decode(), "penstock_split_leases_given_up_total", reason="client_gone") == 1
+    assert (
+        total(
+            handoffs.metrics.render().decode(),
+            "penstock_split_leases_given_up_total",
+            reason="client_gone",
+        )
+        == 1
+    )
 
 
-async def test_a_request_that_frees_kv_has_its_time_and_no_more() -> None:
-    wire = Wire()
-    there = There(wire)
+async def test_a_release_request_is_closed_after_its_time_limit() -> None:
+    wire = FakeConnection()
+    there = FakeUpstream(wire)
     handoffs = made(there)
     handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     assert [delay_s for delay_s, _ in there.loop.later] == [TAKEN_S]
-    there.loop.pass_by()
+    there.loop.run_due()
     assert wire.aborted
     assert not handoffs._running
 
 
-async def test_with_the_gateway_they_end() -> None:
-    wires = Wire(), Wire()
-    there = There(*wires)
+async def test_release_requests_end_with_the_gateway() -> None:
+    wires = FakeConnection(), FakeConnection()
+    there = FakeUpstream(*wires)
     handoffs = made(there)
     for _ in wires:
         handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
@@ -65,11 +74,11 @@ async def test_with_the_gateway_they_end() -> None:
     assert all(wire.aborted for wire in wires)
 
 
-# ---- transfers that last too long
+# Overdue transfers
 
 
 class Moving:
-    """A transfer. When it is overdue it removes the transfers in `takes`."""
+    """A transfer. When it is overdue, it removes the transfers in `takes`."""
 
     def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
         self.handoffs, self.takes, self.told = handoffs, takes, 0
@@ -80,7 +89,7 @@ class Moving:
             self.handoffs.transfers.pop(self.takes, None)
 
 
-def test_who_has_lasted_too_long_is_told_once_and_at_its_time() -> None:
+def test_an_overdue_transfer_is_notified_once_at_its_deadline() -> None:
     handoffs = made()
     soon, late = Moving(handoffs), Moving(handoffs)
     handoffs.transfers |= {soon: 5.0, late: 5.1}
@@ -92,7 +101,7 @@ def test_who_has_lasted_too_long_is_told_once_and_at_its_time() -> None:
     assert list(handoffs.transfers) == [late]
 
 
-def test_who_left_while_another_was_told_is_not_told() -> None:
+def test_a_transfer_removed_during_another_notification_is_not_notified() -> None:
     handoffs = made()
     left = Moving(handoffs)
     first = Moving(handoffs, takes=left)
@@ -101,10 +110,10 @@ def test_who_left_while_another_was_told_is_not_told() -> None:
     assert (first.told, left.told) == (1, 0)
 
 
-# ---- numbers
+# Handoff numbers
 
 
-def test_no_two_handoffs_that_live_have_one_number() -> None:
+def test_live_handoffs_have_different_numbers() -> None:
     drawn = iter([7, 1 << 50, 1 << 50, 1 << 51, 1 << 50])
     handoffs = made(rng=SimpleNamespace(getrandbits=lambda bits: next(drawn)))
     assert [handoffs.number(), handoffs.number()] == [1 << 50, 1 << 51]
@@ -113,7 +122,7 @@ def test_no_two_handoffs_that_live_have_one_number() -> None:
     assert handoffs.number() == 1 << 50
 
 
-# ---- figures of a pair
+# Pair figures
 
 
 def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> None:
@@ -124,27 +133,31 @@ def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("state", "served", "failed"), [(State.DONE, 1, 0), (State.FAILED, 0, 1), (State.GONE, 0, 0)], ids=str
+    ("state", "served", "failed"),
+    [(State.DONE, 1, 0), (State.FAILED, 0, 1), (State.GONE, 0, 0)],
+    ids=str,
 )
-def test_a_pairs_attempt_counts_once_and_who_left_counts_for_nothing(state: State, served: int, failed: int) -> None:
+def test_each_attempt_of_a_pair_counts_once_and_disconnects_do_not_count(
+    state: State, served: int, failed: int
+) -> None:
     handoffs = made()
     for count in (1, 2):
         ended(handoffs, state)
         figures, text = handoffs.figures(pair()), handoffs.metrics.render().decode()
         assert (figures.served, figures.failed) == (count * served, count * failed)
-        for result, each in (("served", served), ("failed", failed)):
-            assert total(text, "penstock_split_pairs_total", result=result) == count * each
+        for result, counter in (("served", served), ("failed", failed)):
+            assert total(text, "penstock_split_pairs_total", result=result) == count * counter
     assert (figures.prefill_s, figures.handoff_s) == ((2.0, 0.5) if served else (None, None))
 
 
-def test_a_pairs_transport_is_the_last_that_was_told() -> None:
+def test_the_transport_of_a_pair_is_the_last_one_reported() -> None:
     handoffs = made()
     ended(handoffs, State.DONE, "rdma")
     ended(handoffs, State.DONE)
     assert handoffs.figures(pair()).transport == "rdma"
 
 
-def test_with_an_endpoint_its_pairs_go() -> None:
+def test_removing_an_endpoint_removes_its_pairs() -> None:
     handoffs = made()
     for names in (("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")):
         handoffs.figures(pair(*names))

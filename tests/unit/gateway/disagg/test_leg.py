@@ -4,115 +4,124 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.gateway.disagg.wires import There, Told, Wire, leg_to
+from tests.unit.gateway.disagg.fake_upstream import (
+    EndRecorder,
+    FakeConnection,
+    FakeUpstream,
+    leg_to,
+)
 
 
 async def test_it_reports_its_end_and_then_keeps_no_callbacks() -> None:
-    wire, told = Wire(), Told()
-    leg = leg_to(There(wire), told)
+    connection, recorder = FakeConnection(), EndRecorder()
+    leg = leg_to(FakeUpstream(connection), recorder)
     leg.start()
-    assert wire.carried == [b"head body"]
+    assert connection.carried == [b"head body"]
     leg.relay.on_first = lambda: None
-    wire.ends()
-    assert told.ends == [None]
+    connection.ends()
+    assert recorder.ends == [None]
     assert leg.over
     assert leg.relay.on_first is None
     leg.close()
-    assert not wire.aborted
+    assert not connection.aborted
 
 
-async def test_a_pooled_connection_that_was_dead_costs_nothing_and_says_once_that_it_was_sent() -> None:
-    wire, told, sent = Wire(), Told(), list[int]()
-    there = There(wire)
-    leg = leg_to(there, told)
+async def test_a_dead_pooled_connection_is_retried_and_the_send_is_reported_once() -> None:
+    connection, recorder, sent = FakeConnection(), EndRecorder(), list[int]()
+    upstream = FakeUpstream(connection)
+    leg = leg_to(upstream, recorder)
     leg.start(lambda: sent.append(1))
-    wire.ends("reset")
-    there.open()
-    assert there.made[0].carried == [b"head body"]
-    assert (told.ends, sent) == ([], [1])
-    there.made[0].ends("reset")
-    assert told.ends == ["reset"]
-    assert len(there.made) == 1
+    connection.ends("reset")
+    upstream.open()
+    assert upstream.opened[0].carried == [b"head body"]
+    assert (recorder.ends, sent) == ([], [1])
+    upstream.opened[0].ends("reset")
+    assert recorder.ends == ["reset"]
+    assert len(upstream.opened) == 1
 
 
 @pytest.mark.parametrize("answered", [True, False])
 async def test_what_an_engine_has_seen_is_not_sent_again(answered: bool) -> None:
-    wire, told = Wire(), Told()
-    there = There(wire)
-    leg = leg_to(there, told)
+    connection, recorder = FakeConnection(), EndRecorder()
+    upstream = FakeUpstream(connection)
+    leg = leg_to(upstream, recorder)
     leg.start()
     if answered:
         leg.relay.feed(b"HTTP/1.1 200 OK\r\n", 0.0)
     kind = "reset" if answered else "stalled"
-    wire.ends(kind)
-    assert told.ends == [kind]
-    assert there.made == []
+    connection.ends(kind)
+    assert recorder.ends == [kind]
+    assert upstream.opened == []
 
 
-async def test_closed_it_is_heard_of_no_more_and_its_connection_ends() -> None:
-    wire, told = Wire(), Told()
-    leg = leg_to(There(wire), told)
+async def test_a_closed_leg_reports_nothing_and_aborts_its_connection() -> None:
+    connection, recorder = FakeConnection(), EndRecorder()
+    leg = leg_to(FakeUpstream(connection), recorder)
     leg.start()
     leg.close()
-    assert wire.aborted
-    assert wire.done.cancelled()
+    assert connection.aborted
+    assert connection.done.cancelled()
     assert leg.over
-    assert told.ends == []
+    assert recorder.ends == []
 
 
 @pytest.mark.parametrize("late", [True, False])
-async def test_closed_while_it_connects_it_sends_nothing(late: bool) -> None:
-    """Also where the connection was just made."""
-    there, told = There(), Told()
-    there.deaf = late
-    leg = leg_to(there, told)
+async def test_a_leg_closed_while_it_connects_sends_nothing(late: bool) -> None:
+    """This includes a connection that has just been established."""
+    upstream, recorder = FakeUpstream(), EndRecorder()
+    upstream.ignores_cancel = late
+    leg = leg_to(upstream, recorder)
     leg.start()
     leg.close()
-    assert there.cancelled
-    assert [(wire.carried, wire.aborted) for wire in there.made] == ([([], True)] if late else [])
-    assert told.ends == []
+    assert upstream.cancelled
+    assert [(connection.carried, connection.aborted) for connection in upstream.opened] == (
+        [([], True)] if late else []
+    )
+    assert recorder.ends == []
     assert leg.sent_at is None
 
 
-async def test_a_bug_ends_it_and_its_connection(caplog: pytest.LogCaptureFixture) -> None:
-    wire, told = Wire(), Told()
-    wire.bug = ValueError("a bug")
-    leg_to(There(wire), told).start()
-    assert told.ends == ["internal"]
-    assert wire.aborted
+async def test_an_exception_ends_the_leg_and_its_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    connection, recorder = FakeConnection(), EndRecorder()
+    connection.bug = ValueError("a bug")
+    leg_to(FakeUpstream(connection), recorder).start()
+    assert recorder.ends == ["internal"]
+    assert connection.aborted
     assert "failed inside the gateway" in caplog.text
 
 
-async def test_left_alone_it_is_closed_by_its_first_token_but_not_within_that_callback() -> None:
-    wire, told = Wire(), Told()
-    there = There(wire)
-    leg = leg_to(there, told)
+async def test_a_detached_leg_is_closed_after_its_first_token_outside_that_callback() -> None:
+    connection, recorder = FakeConnection(), EndRecorder()
+    upstream = FakeUpstream(connection)
+    leg = leg_to(upstream, recorder)
     leg.start()
     leg.close_in(5.0)
     assert leg.over
-    assert [delay_s for delay_s, _ in there.loop.later] == [5.0]
+    assert [delay_s for delay_s, _ in upstream.loop.later] == [5.0]
     assert leg.relay.on_first is not None
     leg.relay.on_first()
-    assert not wire.aborted
-    there.loop.pass_by()
-    assert wire.aborted
-    assert told.ends == []
+    assert not connection.aborted
+    upstream.loop.run_due()
+    assert connection.aborted
+    assert recorder.ends == []
 
 
-async def test_closed_later_with_a_callback_it_goes_on_until_its_time_is_over() -> None:
-    wire, told, other = Wire(), Told(), Told()
-    there = There(wire)
-    leg = leg_to(there, told)
+async def test_a_leg_closed_with_a_delay_continues_until_the_delay_is_over() -> None:
+    connection, recorder, other = FakeConnection(), EndRecorder(), EndRecorder()
+    upstream = FakeUpstream(connection)
+    leg = leg_to(upstream, recorder)
     leg.start()
     leg.close_in(5.0, other)
     assert leg.relay.on_first is None
-    wire.ends()
-    assert (told.ends, other.ends) == ([], [None])
+    connection.ends()
+    assert (recorder.ends, other.ends) == ([], [None])
 
 
-async def test_its_bytes_can_be_let_go_of() -> None:
-    wire, told = Wire(), Told()
-    leg = leg_to(There(wire), told)
+async def test_the_request_bytes_can_be_released() -> None:
+    connection, recorder = FakeConnection(), EndRecorder()
+    leg = leg_to(FakeUpstream(connection), recorder)
     leg.start()
     leg.release()
     assert leg.body == b""

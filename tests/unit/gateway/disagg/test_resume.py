@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from gateway.protocol.stream_scan import HELD_BYTES
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,
     PUSHED,
-    Asked,
-    Front,
+    EngineRequest,
     Script,
-    each,
-    front,
+    SplitGateway,
+    in_turn,
     prefills,
     refuses,
     resets,
+    split_gateway,
 )
 
 PROMPT = [11, 12, 13]
@@ -34,48 +34,48 @@ PREFILL_USAGE = {"usage": USAGE | {"prompt_tokens_details": {"cached_tokens": CA
 
 def pair(
     dialect: str, prefill: Sequence[Script], decode: Sequence[Script], **options: Any
-) -> AbstractAsyncContextManager[Front]:
+) -> AbstractAsyncContextManager[SplitGateway]:
     split = {"dialect": dialect, "threshold_tokens": 100, "hysteresis": 0.0}
     resume = options.pop("resume", {})
     models = [{"name": MODEL, "pool": "main", "split": split, "resume": resume}]
     settings = {"health": {"failures": 1000}} | options
-    return front(dialect, list(prefill), list(decode), models=models, **settings)
+    return split_gateway(dialect, list(prefill), list(decode), models=models, **settings)
 
 
 def speaks(first: int = 0, last: int | None = None) -> Script:
     """Streams the words from `first` on with token ids; breaks off before `last`, if given."""
 
-    async def script(asked: Asked) -> None:
-        body = asked.json
+    async def script(request: EngineRequest) -> None:
+        body = request.json
         assert body["return_token_ids"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-        asked.open_stream()
+        request.open_stream()
         for index in range(first, len(WORDS) if last is None else last):
-            asked.event(chunk(body, index, index - first + 1))
+            request.event(chunk(body, index, index - first + 1))
         if last is not None:
-            await asked.writer.drain()
-            asked.writer.transport.abort()
+            await request.writer.drain()
+            request.writer.transport.abort()
             return
         details = {"prompt_tokens_details": {"cached_tokens": len(body.get("prompt", PROMPT))}}
         usage = USAGE | {"completion_tokens": len(WORDS) - first} | details
-        asked.event({"id": "d", "created": 1, "model": MODEL, "choices": [], "usage": usage})
-        asked.end_stream()
+        request.event({"id": "d", "created": 1, "model": MODEL, "choices": [], "usage": usage})
+        request.end_stream()
 
     return script
 
 
-def chunk(body: dict[str, Any], index: int, made: int) -> dict[str, Any]:
+def chunk(body: dict[str, Any], index: int, result: int) -> dict[str, Any]:
     text, ids = WORDS[index], {"token_ids": [100 + index]}
     shown = {"delta": {"content": text}} if "messages" in body else {"text": text}
     choice = {"index": 0, **shown, **ids, "finish_reason": None}
     if index == len(WORDS) - 1:
         choice["finish_reason"] = "length"
-    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": made, "total_tokens": 9}
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": result, "total_tokens": 9}
     event = {"id": "d", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-    return event | ({"prompt_token_ids": PROMPT} if made == 1 else {})
+    return event | ({"prompt_token_ids": PROMPT} if result == 1 else {})
 
 
-def results(running: Front) -> dict[str, float]:
+def results(running: SplitGateway) -> dict[str, float]:
     names = ("resumed", "broke", "nobody", "attempts")
     counts = {name: running.metric("penstock_resumes_total", result=name) for name in names}
     return {name: count for name, count in counts.items() if count}
@@ -85,28 +85,28 @@ def results(running: Front) -> dict[str, float]:
 async def test_the_rest_of_a_broken_answer_is_asked_of_another_decoder_by_token_ids(
     dialect: str, handoff: dict[str, Any]
 ) -> None:
-    decoders = each(speaks(0, 2), speaks(2))
+    decoders = in_turn(speaks(0, 2), speaks(2))
     async with pair(dialect, [prefills(handoff, **PREFILL_USAGE)], [decoders] * 2) as f:
         options = {"stream_options": {"include_usage": True}}
         reply = await f.ask(stream=True, max_tokens=len(WORDS), **options)
         assert (reply.status, reply.text) == (200, "".join(WORDS))
-        asked = sorted(
-            (request for half in f.decode for request in half.asked), key=lambda a: a.came_at
+        requests = sorted(
+            (request for half in f.decode for request in half.requests), key=lambda a: a.received_at
         )
-        first, rest = asked[0].json, asked[1].json
+        first, rest = requests[0].json, requests[1].json
         assert "kv_transfer_params" in first
-        assert "return_token_ids" not in f.prefill[0].asked[0].json
+        assert "return_token_ids" not in f.prefill[0].requests[0].json
         assert "kv_transfer_params" not in rest
         assert (rest["prompt"], rest["max_tokens"]) == ([*PROMPT, 100, 101], 2)
-        assert asked[0].writer is not asked[1].writer
-        assert len(f.prefill[0].asked) == 1, "the rest is computed without a prefiller"
+        assert requests[0].writer is not requests[1].writer
+        assert len(f.prefill[0].requests) == 1, "the rest is computed without a prefiller"
         assert not any("token_ids" in choice for e in reply.events for choice in e["choices"])
         assert results(f) == {"resumed": 1}
         await f.at_rest()
 
 
 async def test_the_client_is_shown_the_prefiller_s_cached_tokens_after_a_break_too() -> None:
-    decoders = each(speaks(0, 2), speaks(2))
+    decoders = in_turn(speaks(0, 2), speaks(2))
     async with pair("vllm_push", [prefills(PUSHED, **PREFILL_USAGE)], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4, stream_options={"include_usage": True})
         details = reply.events[-1]["usage"]["prompt_tokens_details"]
@@ -125,16 +125,16 @@ async def test_an_answer_that_does_not_break_shows_the_prefiller_s_cached_tokens
 
 
 async def test_a_request_of_a_split_model_that_is_served_whole_is_continued_as_well() -> None:
-    async with pair("vllm_nixl", [prefills()], [each(speaks(0, 2), speaks(2))] * 2) as f:
+    async with pair("vllm_nixl", [prefills()], [in_turn(speaks(0, 2), speaks(2))] * 2) as f:
         reply = await f.ask(words=3, stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
-        assert not f.prefill[0].asked
+        assert not f.prefill[0].requests
         assert results(f) == {"resumed": 1}
         await f.at_rest()
 
 
 async def test_an_answer_computed_without_its_handoff_is_continued_as_well() -> None:
-    decoders = each(refuses(500), speaks(0, 2), speaks(2))
+    decoders = in_turn(refuses(500), speaks(0, 2), speaks(2))
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
@@ -146,23 +146,23 @@ async def test_an_endpoint_that_prefills_only_is_not_asked_for_the_rest() -> Non
     async with pair("vllm_nixl", [prefills()] * 2, [speaks(0, 2)]) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert b'"stream_interrupted"' in (reply.body or b"")
-        assert sum(len(half.asked) for half in f.prefill) == 1
+        assert sum(len(half.requests) for half in f.prefill) == 1
         assert results(f) == {"nobody": 1}
         await f.at_rest()
 
 
 async def test_no_endpoint_is_tried_twice_and_resume_limits_the_attempts() -> None:
-    decoders = each(speaks(0, 1), speaks(1, 2), speaks(2, 3), speaks(3))
+    decoders = in_turn(speaks(0, 1), speaks(1, 2), speaks(2, 3), speaks(3))
     async with pair("vllm_nixl", [prefills()], [decoders] * 4, resume={"attempts": 3}) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert b'"stream_interrupted"' in (reply.body or b"")
-        assert [len(half.asked) for half in f.decode].count(1) == 3
+        assert [len(half.requests) for half in f.decode].count(1) == 3
         assert results(f) == {"broke": 2, "attempts": 1}
         await f.at_rest()
 
 
 async def test_the_rest_may_exceed_a_cap_because_a_pair_takes_two_places_for_one_permit() -> None:
-    decoders = each(speaks(0, 2), speaks(2))
+    decoders = in_turn(speaks(0, 2), speaks(2))
     options = {"decode_role": "both", "max_concurrency": 1}
     async with pair("vllm_nixl", [prefills()], [decoders] * 2, **options) as f:
         f.app.gateway.endpoints.all()[2].load.in_flight += 1
@@ -173,7 +173,7 @@ async def test_the_rest_may_exceed_a_cap_because_a_pair_takes_two_places_for_one
 
 
 async def test_a_decoder_that_breaks_before_its_first_token_is_retried_as_a_pair() -> None:
-    async with pair("vllm_nixl", [prefills()] * 2, [resets, each(speaks()), speaks()]) as f:
+    async with pair("vllm_nixl", [prefills()] * 2, [resets, in_turn(speaks()), speaks()]) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
         assert results(f) == {}
@@ -184,12 +184,12 @@ async def test_a_decoder_that_breaks_before_its_first_token_is_retried_as_a_pair
 async def test_what_could_not_be_exact_is_sent_and_ended_as_without_resume(
     more: dict[str, Any],
 ) -> None:
-    async def breaks(asked: Asked) -> None:
-        assert "return_token_ids" not in asked.json
-        asked.open_stream()
-        asked.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": "one"}}]})
-        await asked.writer.drain()
-        asked.writer.transport.abort()
+    async def breaks(request: EngineRequest) -> None:
+        assert "return_token_ids" not in request.json
+        request.open_stream()
+        request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": "one"}}]})
+        await request.writer.drain()
+        request.writer.transport.abort()
 
     async with pair("vllm_nixl", [prefills()], [breaks, breaks]) as f:
         reply = await f.ask(stream=True, max_tokens=4, **more)
@@ -199,10 +199,12 @@ async def test_what_could_not_be_exact_is_sent_and_ended_as_without_resume(
 
 
 async def test_a_plain_answer_of_such_a_model_passes_as_it_came() -> None:
-    async def whole(asked: Asked) -> None:
-        assert "return_token_ids" not in asked.json
+    async def whole(request: EngineRequest) -> None:
+        assert "return_token_ids" not in request.json
         choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}}
-        asked.say({"model": MODEL, "choices": [choice | {"finish_reason": "stop"}], "usage": USAGE})
+        request.respond(
+            {"model": MODEL, "choices": [choice | {"finish_reason": "stop"}], "usage": USAGE}
+        )
 
     async with pair("vllm_nixl", [prefills()], [whole]) as f:
         assert (await f.ask()).text == "yes"
@@ -213,18 +215,18 @@ async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_toke
     """The decoder sends a role with all ids before it knows that the KV will never come."""
     ids = list(range(100_000, 120_000))
 
-    async def role_then_error(asked: Asked) -> None:
-        asked.open_stream()
+    async def role_then_error(request: EngineRequest) -> None:
+        request.open_stream()
         delta = {"role": "assistant", "content": ""}
-        asked.event({"prompt_token_ids": ids, "choices": [{"index": 0, "delta": delta}]})
-        await asked.writer.drain()
+        request.event({"prompt_token_ids": ids, "choices": [{"index": 0, "delta": delta}]})
+        await request.writer.drain()
         await asyncio.sleep(0.02)
         error = {"message": "KV load failed", "type": "InternalServerError", "code": 500}
-        asked.event({"error": error})
-        asked.end_stream()
+        request.event({"error": error})
+        request.end_stream()
 
     assert len(json.dumps(ids)) > 2 * HELD_BYTES
-    decoders = each(role_then_error, speaks())
+    decoders = in_turn(role_then_error, speaks())
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)

@@ -1,4 +1,4 @@
-"""Prefill, then decode: every row of the table that a pulling pair can come to, over real sockets."""
+"""Prefill, then decode: every state transition of a sequential pair, over real sockets."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gateway.fleet.booking import Reservation
 from gateway.telemetry.accounting import Accounts
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,
-    Asked,
-    after,
-    begins,
+    EngineRequest,
     breaks_after_a_token,
     decodes,
-    each,
-    front,
-    holds,
+    in_turn,
+    never_answers,
     prefills,
     refuses,
     resets,
-    sings,
+    split_gateway,
+    streams_one_token,
+    streams_unknown_events,
+    when_open,
 )
 
 NIXL = "vllm_nixl"
@@ -37,16 +37,25 @@ WHOLE = "".join(TEXT)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(stream: bool) -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         reply = await f.ask(stream=stream, max_tokens=7)
         assert (reply.status, reply.text) == (200, WHOLE)
-        (prefill,), (decode,) = f.prefill[0].asked, f.decode[0].asked
+        (prefill,), (decode,) = f.prefill[0].requests, f.decode[0].requests
         assert reply.headers["x-penstock-endpoint"] == f.decode[0].name
         assert reply.headers["x-penstock-prefill"] == f.prefill[0].name
-        assert prefill.headers["x-request-id"] == decode.headers["x-request-id"] == reply.headers["x-request-id"]
-        asked = {"model": "demo", "max_tokens": 7, "stream": stream, "messages": decode.json["messages"]}
-        assert decode.json == asked | {"kv_transfer_params": OBJECT}
-        assert prefill.json == asked | {
+        assert (
+            prefill.headers["x-request-id"]
+            == decode.headers["x-request-id"]
+            == reply.headers["x-request-id"]
+        )
+        request = {
+            "model": "demo",
+            "max_tokens": 7,
+            "stream": stream,
+            "messages": decode.json["messages"],
+        }
+        assert decode.json == request | {"kv_transfer_params": OBJECT}
+        assert prefill.json == request | {
             "max_tokens": 1,
             "min_tokens": 1,
             "stream": False,
@@ -70,41 +79,45 @@ async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(strea
         ("prompt_scores", {"path": "/v1/completions", "prompt": "word " * 400, "echo": True}),
     ],
 )
-async def test_what_must_not_be_split_is_served_whole_by_a_decoder(reason: str, members: dict[str, Any]) -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
+async def test_unsplittable_requests_are_served_whole_by_a_decoder(
+    reason: str, members: dict[str, Any]
+) -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         reply = await f.ask(**members)
         assert reply.status == 200
         assert "x-penstock-prefill" not in reply.headers
-        assert not f.prefill[0].asked
-        assert "kv_transfer_params" not in f.decode[0].asked[0].json
+        assert not f.prefill[0].requests
+        assert "kv_transfer_params" not in f.decode[0].requests[0].json
         assert f.metric("penstock_split_decisions_total", decision="whole", reason=reason) == 1
 
 
-async def test_no_amount_of_blank_hides_that_there_are_several_prompts() -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
+async def test_whitespace_does_not_hide_several_prompts() -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         body = b'{"model":"demo","prompt":[%b"%b","word"]}' % (b" \t\n" * 100, b"word " * 400)
         headers = {"content-type": "application/json"}
         async with f.http.post(f"{f.app.url}/v1/completions", data=body, headers=headers) as answer:
             assert answer.status == 200
-        assert not f.prefill[0].asked
+        assert not f.prefill[0].requests
         assert f.metric("penstock_split_decisions_total", decision="whole", reason="prompts") == 1
 
 
-async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_fill_every_place() -> None:
-    """Endpoints of both roles: one split request takes two places, and its permit only one."""
+async def test_a_request_with_a_permit_is_served_whole_when_split_requests_fill_the_pool() -> None:
+    """With endpoints of both roles, a split request occupies two slots and holds one permit."""
     gate = asyncio.Event()
 
-    async def slow_prefill(asked: Asked) -> None:
-        if asked.json["max_tokens"] == 1:
+    async def slow_prefill(request: EngineRequest) -> None:
+        if request.json["max_tokens"] == 1:
             await gate.wait()
-            await prefills()(asked)
+            await prefills()(request)
         else:
-            await decodes(asked)
+            await decodes(request)
 
-    async with front(NIXL, [], [slow_prefill] * 2, decode_role="both", max_concurrency=1) as f:
+    async with split_gateway(
+        NIXL, [], [slow_prefill] * 2, decode_role="both", max_concurrency=1
+    ) as f:
         long = asyncio.ensure_future(f.ask())
         async with asyncio.timeout(PATIENCE_S):
-            while not any(half.asked for half in f.decode):
+            while not any(half.requests for half in f.decode):
                 await asyncio.sleep(0.001)
         assert (await f.ask(words=1)).status == 200
         gate.set()
@@ -112,20 +125,20 @@ async def test_a_request_that_holds_a_permit_is_served_whole_though_split_ones_f
         await f.at_rest()
 
 
-async def test_a_prompt_that_the_decoder_holds_already_is_not_handed_over_again() -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
-        said = [{"role": "user", "content": "word " * 2000}]
-        await f.ask(messages=said)
-        await f.ask(messages=said)
-        assert len(f.prefill[0].asked) == 1
+async def test_a_prompt_that_the_decoder_has_cached_is_not_transferred() -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
+        messages = [{"role": "user", "content": "word " * 2000}]
+        await f.ask(messages=messages)
+        await f.ask(messages=messages)
+        assert len(f.prefill[0].requests) == 1
         assert f.metric("penstock_split_decisions_total", decision="whole", reason="cached") == 1
 
 
-async def test_the_decode_place_is_taken_before_the_prefill_is_sent() -> None:
+async def test_the_decode_slot_is_booked_before_the_prefill_is_sent() -> None:
     gate = asyncio.Event()
-    async with front(NIXL, [after(gate, prefills())], [decodes]) as f:
+    async with split_gateway(NIXL, [when_open(gate, prefills())], [decodes]) as f:
         asking = asyncio.ensure_future(f.ask())
-        await f.prefill[0].was_asked()
+        await f.prefill[0].wait_for_request()
         loads = {live.endpoint.url: live.load for live in f.app.gateway.endpoints.all()}
         prefill, decode = loads[f.prefill[0].url], loads[f.decode[0].url]
         assert (prefill.in_flight, decode.in_flight) == (1, 1)
@@ -149,203 +162,224 @@ MALFORMED: list[object] = [
 
 
 @pytest.mark.parametrize("handoff", MALFORMED, ids=str)
-async def test_a_malformed_handoff_never_reaches_a_decoder_which_then_computes_for_itself(handoff: object) -> None:
-    async with front(NIXL, [prefills(handoff)], [decodes]) as f:
+async def test_a_malformed_handoff_is_not_sent_and_the_decoder_computes_the_prompt(
+    handoff: object,
+) -> None:
+    async with split_gateway(NIXL, [prefills(handoff)], [decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
-        (decode,) = f.decode[0].asked
+        (decode,) = f.decode[0].requests
         assert "kv_transfer_params" not in decode.json
         assert f.metric("penstock_split_legs_total", role="prefill", outcome="unusable") == 1
         assert [figures.tokens for figures in f.app.gateway.handoffs.pairs.values()] == [0]
         await f.at_rest()
 
 
-async def test_a_broken_prefill_is_tried_on_another_and_only_the_broken_one_is_blamed() -> None:
-    async with front(NIXL, [resets, prefills()], [decodes]) as f:
-        while not f.prefill[0].asked:
+async def test_a_broken_prefill_is_retried_on_another_engine_and_only_the_broken_one_is_blamed() -> (
+    None
+):
+    async with split_gateway(NIXL, [resets, prefills()], [decodes]) as f:
+        while not f.prefill[0].requests:
             assert (await f.ask()).text == WHOLE
-        assert f.blamed(f.prefill[0]) == 1
-        assert f.blamed(f.prefill[1]) == f.blamed(f.decode[0]) == 0
+        assert f.error_count(f.prefill[0]) == 1
+        assert f.error_count(f.prefill[1]) == f.error_count(f.decode[0]) == 0
         await f.at_rest()
 
 
-async def test_without_another_prefiller_the_decoder_computes_for_itself() -> None:
-    async with front(NIXL, [refuses(500)], [decodes]) as f:
+async def test_without_another_prefill_engine_the_decoder_computes_the_prompt() -> None:
+    async with split_gateway(NIXL, [refuses(500)], [decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
-        assert "kv_transfer_params" not in f.decode[0].asked[0].json
-        assert f.blamed(f.prefill[0]) == 1
+        assert "kv_transfer_params" not in f.decode[0].requests[0].json
+        assert f.error_count(f.prefill[0]) == 1
         await f.at_rest()
 
 
-async def test_a_request_that_the_prefiller_calls_wrong_is_answered_so() -> None:
-    async with front(NIXL, [refuses(422)], [decodes]) as f:
+async def test_a_request_that_the_prefill_engine_calls_invalid_is_answered_with_its_error() -> None:
+    async with split_gateway(NIXL, [refuses(422)], [decodes]) as f:
         reply = await f.ask()
         assert (reply.status, reply.json["error"]["message"]) == (422, "as asked")
-        assert not f.decode[0].asked
-        assert f.blamed(f.prefill[0]) == 0
+        assert not f.decode[0].requests
+        assert f.error_count(f.prefill[0]) == 0
         await f.at_rest()
 
 
-async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_freed_without_what_was_wrong() -> None:
-    """The prefiller was asked for one token alone, and found nothing wrong with that."""
-    async with front(NIXL, [prefills()], [each(refuses(400), decodes)]) as f:
+async def test_a_request_the_decoder_calls_invalid_gets_its_error_and_its_kv_is_freed() -> None:
+    """The prefill request was valid, because it asked for one token only."""
+    async with split_gateway(NIXL, [prefills()], [in_turn(refuses(400), decodes)]) as f:
         reply = await f.ask(stream=True, logprobs=True, top_logprobs=20)
         assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")
-        freed = await f.decode[0].was_asked(2)
+        freed = await f.decode[0].wait_for_request(2)
         assert (freed.json["kv_transfer_params"], freed.json["max_tokens"]) == (OBJECT, 1)
         assert not freed.json.keys() & {"logprobs", "top_logprobs"}
         assert f.metric("penstock_split_leases_given_up_total", reason="refused") == 1
         await f.at_rest()
 
 
-async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_handoff_of_an_unreachable_decoder_goes_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[Exchange] = []
     replace_method(monkeypatch, Accounts, "close", lambda _, x, *__: ended.append(x))
-    async with front(NIXL, [prefills()], [decodes, decodes]) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        assert len(f.prefill[0].asked) == 1, "nothing was prefilled twice"
-        assert f.decode[1].asked[0].json["kv_transfer_params"] == OBJECT
-        assert f.blamed(f.decode[0]) == 1
+        assert len(f.prefill[0].requests) == 1, "nothing was prefilled twice"
+        assert f.decode[1].requests[0].json["kv_transfer_params"] == OBJECT
+        assert f.error_count(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
         await f.at_rest()
-        assert [each.retries for each in ended] == [[f.decode[0].name]], "it stays on record"
+        assert [item.retries for item in ended] == [[f.decode[0].name]], "it stays on record"
 
 
-async def test_a_decoder_that_refuses_connections_costs_no_turn_of_the_retry_budget() -> None:
+async def test_a_decoder_that_refuses_connections_uses_no_retry_budget() -> None:
     budget = {"budget": 0, "floor": 1, "attempts": 1}
-    async with front(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
         gate = f.app.gateway.gate
         assert gate.retry_at_once(), "another request's"
         f.decode[0].stop()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
         gate.give_back_turn()
-        assert (len(f.prefill[0].asked), len(f.decode[1].asked)) == (1, 1), "the same handoff"
-        assert f.blamed(f.decode[0]) == 1
+        assert (len(f.prefill[0].requests), len(f.decode[1].requests)) == (1, 1), "the same handoff"
+        assert f.error_count(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
         await f.at_rest()
 
 
-async def test_a_prefiller_that_refuses_connections_costs_no_attempt() -> None:
-    async with front(NIXL, [prefills()] * 4, [decodes], retries={"attempts": 1}) as f:
+async def test_a_prefill_engine_that_refuses_connections_uses_no_attempt() -> None:
+    async with split_gateway(NIXL, [prefills()] * 4, [decodes], retries={"attempts": 1}) as f:
         for half in f.prefill[:3]:
             half.stop()
         assert (await f.ask()).text == WHOLE
         await f.at_rest()
 
 
-async def test_a_decoder_that_could_not_load_the_kv_gets_the_request_without_the_handoff_and_no_blame() -> None:
-    async with front(NIXL, [prefills()], [each(refuses(500), decodes)]) as f:
+async def test_after_a_failed_kv_load_the_decoder_computes_the_prompt_without_blame() -> None:
+    async with split_gateway(NIXL, [prefills()], [in_turn(refuses(500), decodes)]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
-        first, second = f.decode[0].asked
+        first, second = f.decode[0].requests
         assert "kv_transfer_params" in first.json
         assert "kv_transfer_params" not in second.json
-        assert f.blamed(f.decode[0]) == f.blamed(f.prefill[0]) == 0
+        assert f.error_count(f.decode[0]) == f.error_count(f.prefill[0]) == 0
         assert f.metric("penstock_split_decisions_total", reason="recompute") == 1
         await f.at_rest()
 
 
-async def test_a_stream_that_fails_after_its_role_is_computed_without_the_handoff() -> None:
-    """vLLM answers 200 and a role before it knows that the KV will never come."""
+async def test_a_stream_that_fails_after_its_role_event_is_retried_without_the_handoff() -> None:
+    """vLLM sends 200 and a role event before it knows that the KV transfer failed."""
 
-    async def role_then_error(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "pad": "x" * 400})
-        await asked.writer.drain()
+    async def role_then_error(request: EngineRequest) -> None:
+        request.open_stream()
+        request.event(
+            {
+                "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+                "pad": "x" * 400,
+            }
+        )
+        await request.writer.drain()
         await asyncio.sleep(0.01)
-        asked.event({"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}})
-        asked.end_stream()
+        request.event(
+            {"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}}
+        )
+        request.end_stream()
 
-    async with front(NIXL, [prefills()], [each(role_then_error, decodes)]) as f:
+    async with split_gateway(NIXL, [prefills()], [in_turn(role_then_error, decodes)]) as f:
         reply = await f.ask(stream=True)
         assert reply.text == WHOLE
         assert b"error" not in (reply.body or b"")
-        assert "kv_transfer_params" not in f.decode[0].asked[1].json
-        assert f.blamed(f.decode[0]) == 0
+        assert "kv_transfer_params" not in f.decode[0].requests[1].json
+        assert f.error_count(f.decode[0]) == 0
         await f.at_rest()
 
 
-async def test_events_of_an_unknown_kind_are_not_held_back_for_ever() -> None:
-    async with front(NIXL, [prefills()], [sings], split={"transfer_timeout": "100ms"}) as f:
+async def test_events_of_an_unknown_kind_are_forwarded_eventually() -> None:
+    async with split_gateway(
+        NIXL, [prefills()], [streams_unknown_events], split={"transfer_timeout": "100ms"}
+    ) as f:
         async with f.listen() as answer:
             assert b"note 3" in await answer.readany()
             f.app.gateway.handoffs.sweep(float("inf"))
             await asyncio.sleep(0.05)
-            assert not f.decode[0].asked[0].closed.is_set()
-            assert len(f.decode[0].asked) == 1
+            assert not f.decode[0].requests[0].closed.is_set()
+            assert len(f.decode[0].requests) == 1
         await f.at_rest()
 
 
-async def says_nothing(asked: Asked) -> None:
-    """An answer of no token."""
-    asked.open_stream()
-    asked.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-    asked.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    asked.end_stream()
+async def answers_without_tokens(request: EngineRequest) -> None:
+    """Answer without a token."""
+    request.open_stream()
+    request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+    request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    request.end_stream()
 
 
-async def test_an_answer_without_a_single_token_is_an_answer() -> None:
-    async with front(NIXL, [prefills()], [says_nothing]) as f:
+async def test_a_response_without_tokens_is_a_valid_response() -> None:
+    async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
         reply = await f.ask(stream=True)
         assert (reply.status, reply.text, len(reply.events)) == (200, "", 2)
         await f.at_rest()
 
 
-async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_the_prompt_goes_to_another_pair() -> None:
-    async with front(NIXL, [prefills(), prefills()], [resets, resets, decodes]) as f:
+async def test_a_decoder_that_dies_with_the_handoff_is_blamed_and_another_pair_serves() -> None:
+    async with split_gateway(NIXL, [prefills(), prefills()], [resets, resets, decodes]) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
-        assert f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
+        assert f.error_count(f.prefill[0]) == f.error_count(f.prefill[1]) == 0
         await f.at_rest()
 
 
-async def test_a_transfer_that_lasts_too_long_is_given_up_and_computed_whole() -> None:
-    async with front(NIXL, [prefills()], [each(holds, decodes)], split={"transfer_timeout": "50ms"}) as f:
+async def test_an_overdue_transfer_is_abandoned_and_the_request_is_served_whole() -> None:
+    async with split_gateway(
+        NIXL, [prefills()], [in_turn(never_answers, decodes)], split={"transfer_timeout": "50ms"}
+    ) as f:
         reply = await f.ask()
         assert reply.text == WHOLE
-        await within(1, f.decode[0].asked[0].closed.wait())
-        assert "kv_transfer_params" not in f.decode[0].asked[1].json
+        await within(1, f.decode[0].requests[0].closed.wait())
+        assert "kv_transfer_params" not in f.decode[0].requests[1].json
         await f.at_rest()
 
 
-async def test_an_answer_that_breaks_after_its_first_token_ends_with_an_error_event() -> None:
-    async with front(NIXL, [prefills()], [breaks_after_a_token]) as f:
+async def test_a_response_that_breaks_after_its_first_token_ends_with_an_error_event() -> None:
+    async with split_gateway(NIXL, [prefills()], [breaks_after_a_token]) as f:
         reply = await f.ask(stream=True)
         assert reply.body is not None
         assert b'"error"' in reply.body
         assert b"[DONE]" not in reply.body
-        assert f.blamed(f.decode[0]) == 1
+        assert f.error_count(f.decode[0]) == 1
         await f.at_rest()
 
 
-async def test_an_answer_that_ends_with_an_error_event_is_the_decoders_failure() -> None:
+async def test_a_response_that_ends_with_an_error_event_is_a_failure_of_the_decoder() -> None:
     gate = asyncio.Event()
 
-    async def token_then_error(asked: Asked) -> None:
-        asked.open_stream()
-        asked.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
-        await gate.wait()  # the client has the token: what comes now is not what the answer begins with
-        asked.event({"error": {"message": "as asked", "type": "InternalServerError", "code": 500}})
-        asked.end_stream()
+    async def token_then_error(request: EngineRequest) -> None:
+        request.open_stream()
+        request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
+        await (
+            gate.wait()
+        )  # the client has the token: what comes now is not what the answer begins with
+        request.event(
+            {"error": {"message": "as asked", "type": "InternalServerError", "code": 500}}
+        )
+        request.end_stream()
 
-    async with front(NIXL, [prefills()], [token_then_error]) as f:
+    async with split_gateway(NIXL, [prefills()], [token_then_error]) as f:
         async with f.listen() as answer:
             assert TEXT[0].encode() in await answer.readany()
             gate.set()
             assert b'"error"' in await answer.read()
         await f.at_rest()
-        assert (f.blamed(f.prefill[0]), f.blamed(f.decode[0])) == (0, 1)
-        assert len(f.decode[0].asked) == 1
+        assert (f.error_count(f.prefill[0]), f.error_count(f.decode[0])) == (0, 1)
+        assert len(f.decode[0].requests) == 1
 
 
 async def test_a_prefill_is_a_success_of_its_engine() -> None:
-    async with front(NIXL, [each(refuses(500), prefills())], [decodes]) as f:
+    async with split_gateway(NIXL, [in_turn(refuses(500), prefills())], [decodes]) as f:
         await f.ask()
         live = f.app.gateway.endpoints.all()[0]
         assert live.health.failures == 1
@@ -356,9 +390,9 @@ async def test_a_prefill_is_a_success_of_its_engine() -> None:
 
 async def test_the_bytes_of_a_prefill_are_released_while_its_decoder_works() -> None:
     gate = asyncio.Event()
-    async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
+    async with split_gateway(NIXL, [prefills()], [when_open(gate, decodes)]) as f:
         asking = asyncio.ensure_future(f.ask())
-        await f.decode[0].was_asked()
+        await f.decode[0].wait_for_request()
         (attempt,) = f.app.gateway.handoffs.transfers
         assert isinstance(attempt, PairAttempt)
         assert attempt.prefill is not None
@@ -368,63 +402,73 @@ async def test_the_bytes_of_a_prefill_are_released_while_its_decoder_works() -> 
 
 
 async def test_a_request_with_no_endpoint_left_is_a_502() -> None:
-    async with front(NIXL, [resets], [resets]) as f:
+    async with split_gateway(NIXL, [resets], [resets]) as f:
         reply = await f.ask()
         assert reply.status == 502
         await f.at_rest()
 
 
 @pytest.mark.parametrize("stage", ["prefilling", "transferring", "decoding"])
-async def test_a_client_that_leaves_takes_both_legs_along(stage: str) -> None:
-    prefill = holds if stage == "prefilling" else prefills()
-    decode = {"prefilling": decodes, "transferring": holds, "decoding": begins}[stage]
-    async with front(NIXL, [prefill], [decode]) as f:
-        f.have_met()
+async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
+    prefill = never_answers if stage == "prefilling" else prefills()
+    decode = {"prefilling": decodes, "transferring": never_answers, "decoding": streams_one_token}[
+        stage
+    ]
+    async with split_gateway(NIXL, [prefill], [decode]) as f:
+        f.assume_fast_pairs()
         half = f.prefill[0] if stage == "prefilling" else f.decode[0]
-        await f.ask_and_leave(half.was_asked, stream=True)
-        (asked,) = half.asked
-        await within(0.25, asked.closed.wait())
-        assert asked.closed_at is not None
+        await f.ask_and_leave(half.wait_for_request, stream=True)
+        (request,) = half.requests
+        await within(0.25, request.closed.wait())
+        assert request.closed_at is not None
         if stage == "transferring":
-            assert asked.closed_at - asked.came_at > 0.15, "its engine must have seen the handoff, or the KV stays"
+            assert request.closed_at - request.received_at > 0.15, (
+                "its engine must have seen the handoff, or the KV stays"
+            )
         await f.at_rest()
         assert f.metric("penstock_client_disconnects_total") == 1
 
 
-async def test_cached_tokens_are_the_prefillers_where_the_decoder_cannot_know() -> None:
-    cached = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
-    async with front(NIXL, [prefills(usage=cached)], [decodes]) as f:
+async def test_cached_tokens_are_those_of_prefill_if_the_decoder_cannot_report_them() -> None:
+    cached = {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    async with split_gateway(NIXL, [prefills(usage=cached)], [decodes]) as f:
         streamed = await f.ask(stream=True, stream_options={"include_usage": True})
         assert streamed.events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
         plain = await f.ask(words=500)
         assert plain.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
         assert f.metric("penstock_cached_tokens_total") == 8
-        assert "stream_options" not in f.prefill[0].asked[0].json
+        assert "stream_options" not in f.prefill[0].requests[0].json
 
 
-async def test_cached_tokens_are_the_decoders_where_it_was_told() -> None:
-    told = OBJECT | {"remote_prefill_cached_tokens": 4}
-    async with front(NIXL, [prefills(told)], [decodes]) as f:
+async def test_cached_tokens_are_those_of_the_decoder_if_the_handoff_has_them() -> None:
+    report = OBJECT | {"remote_prefill_cached_tokens": 4}
+    async with split_gateway(NIXL, [prefills(report)], [decodes]) as f:
         assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
-async def test_cached_tokens_are_the_decoders_where_nothing_was_handed_over() -> None:
-    async with front(NIXL, [prefills(None)], [decodes]) as f:
+async def test_cached_tokens_are_those_of_the_decoder_without_a_handoff() -> None:
+    async with split_gateway(NIXL, [prefills(None)], [decodes]) as f:
         assert (await f.ask()).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
         await f.at_rest()
         assert f.metric("penstock_cached_tokens_total") == 8
 
 
-async def test_a_client_cannot_bring_a_handoff_of_its_own() -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
-        await f.ask(words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
-        (decode,) = f.decode[0].asked
+async def test_a_client_cannot_send_its_own_handoff() -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
+        await f.ask(
+            words=3, kv_transfer_params=OBJECT, vllm_xargs={"kv_transfer_params": "x", "kept": 1}
+        )
+        (decode,) = f.decode[0].requests
         assert "kv_transfer_params" not in decode.json
         assert decode.json["vllm_xargs"] == {"kept": 1}
 
 
-async def test_endpoints_show_who_is_paired_and_how_it_goes() -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
+async def test_the_endpoints_page_shows_pairs_and_their_results() -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         await f.ask()
         shown = await (await f.http.get(f"{f.app.admin_url}/endpoints")).json()
         (group,) = shown["splits"]
@@ -435,24 +479,28 @@ async def test_endpoints_show_who_is_paired_and_how_it_goes() -> None:
 
 
 async def test_whole_requests_never_go_to_a_prefill_endpoint() -> None:
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         for _ in range(8):
             await f.ask(words=3)
-        assert not f.prefill[0].asked
+        assert not f.prefill[0].requests
 
 
-async def test_many_at_once_leave_nothing_behind() -> None:
-    async with front(NIXL, [prefills(), each(resets, prefills())], [decodes, each(refuses(500), decodes)]) as f:
+async def test_many_concurrent_requests_leave_nothing_booked() -> None:
+    async with split_gateway(
+        NIXL, [prefills(), in_turn(resets, prefills())], [decodes, in_turn(refuses(500), decodes)]
+    ) as f:
         replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
         assert {reply.text for reply in replies} == {WHOLE}
         await f.at_rest()
 
 
-async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
             replace_method(broken, Exchange, "booked", fails)
             assert (await f.ask()).status == 500
@@ -462,13 +510,13 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
 
 
 @pytest.mark.parametrize("name", ["interpret", "relay"])
-async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_nothing_behind(
+async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_booked(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("as asked")
 
-    async with front(NIXL, [prefills()], [decodes]) as f:
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
             replace_method(broken, Words, name, fails)
             assert (await f.ask()).status == 500
@@ -477,13 +525,15 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
         assert (await f.ask()).text == WHOLE
 
 
-async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its transfer is watched until then: there was no token."""
+async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There was no token, so its transfer is watched until then."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")
 
-    async with front(NIXL, [prefills()], [says_nothing]) as f:
+    async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
         with monkeypatch.context() as broken:
             replace_method(broken, Reservation, "served", fails)
             await f.ask(stream=True)
@@ -491,8 +541,8 @@ async def test_a_pair_that_fails_at_the_end_of_an_answer_leaves_nothing_behind(m
         assert f.metric("penstock_split_pairs_total", result="failed") == 1
 
 
-async def test_the_first_token_of_a_split_request_is_predicted_once_a_handoff_was_measured() -> None:
-    async with front(NIXL, [prefills()], [decodes], policy="mooncake") as f:
+async def test_ttft_of_a_split_request_is_predicted_after_one_measured_handoff() -> None:
+    async with split_gateway(NIXL, [prefills()], [decodes], policy="mooncake") as f:
         for count in (0, 1, 2):
             assert (await f.ask(stream=True, max_tokens=7)).status == 200
             await f.at_rest()

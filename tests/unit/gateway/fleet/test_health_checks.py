@@ -103,16 +103,16 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
         monkeypatch.setattr(type(table), "peer_of", lambda self, live: peer)
         times = {live: list(own_s), peer: list(peer_s)}
 
-        async def taken(asked: LiveEndpoint, _: object) -> float:
-            return times[asked].pop(0)
+        async def taken(endpoint: LiveEndpoint, _: object) -> float:
+            return times[endpoint].pop(0)
 
         watcher = Watcher(adoption.config, table, lambda: None)
         monkeypatch.setattr(watcher, "_time", taken)
         monkeypatch.setattr(SpeedRecord, "take_probe", lambda self, now: True)
-        found = False
+        result = False
         while times[live]:
-            found = await watcher._keeps_pace(live)
-        assert found is returns
+            result = await watcher._keeps_pace(live)
+        assert result is returns
 
 
 async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway.app import App
-from gateway.cli.doctor.command import _examined
+from gateway.cli.doctor.command import _engine_findings
 from gateway.cli.doctor.findings import Finding, Verdict
 from gateway.config import Config, ConfigError, Loaded, examine
 from gateway.fleet import health_checks
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.disagg import halves
+from tests.unit.gateway.disagg import scripted_engines
 
 BASE, ADAPTER, OTHER = "llama", "my-lora", "other-lora"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -217,25 +217,30 @@ async def test_both_halves_of_a_split_request_get_the_engines_name_and_the_clien
     stream: bool,
 ) -> None:
     rule = {"dialect": "vllm_nixl", "threshold_tokens": 100}
-    named = {"name": "chat", "served_model": halves.MODEL, "pool": "main", "split": rule}
-    async with halves.front(
-        "vllm_nixl", [halves.prefills()], [halves.decodes], models=[named]
+    named = {"name": "chat", "served_model": scripted_engines.MODEL, "pool": "main", "split": rule}
+    async with scripted_engines.split_gateway(
+        "vllm_nixl", [scripted_engines.prefills()], [scripted_engines.decodes], models=[named]
     ) as front:
         reply = await front.ask(model="chat", stream=stream)
         parts = reply.events if stream else [reply.json]
         assert {part["model"] for part in parts} == {"chat"}
         bodies = [half.asked[0].json for half in (*front.prefill, *front.decode)]
-        assert [body["model"] for body in bodies] == [halves.MODEL] * 2
+        assert [body["model"] for body in bodies] == [scripted_engines.MODEL] * 2
 
 
 async def test_a_request_is_not_split_over_an_endpoint_that_does_not_list_its_model() -> None:
     rule = {"dialect": "vllm_nixl", "threshold_tokens": 100}
-    named = [{"name": name, "pool": "main", "split": rule} for name in (halves.MODEL, ADAPTER)]
-    async with halves.front(
-        "vllm_nixl", [halves.prefills()], [halves.decodes], models=named
+    named = [
+        {"name": name, "pool": "main", "split": rule} for name in (scripted_engines.MODEL, ADAPTER)
+    ]
+    async with scripted_engines.split_gateway(
+        "vllm_nixl", [scripted_engines.prefills()], [scripted_engines.decodes], models=named
     ) as front:
         prefill, decode = front.app.gateway.endpoints.all()
-        for live, names in ((prefill, (halves.MODEL,)), (decode, (halves.MODEL, ADAPTER))):
+        for live, names in (
+            (prefill, (scripted_engines.MODEL,)),
+            (decode, (scripted_engines.MODEL, ADAPTER)),
+        ):
             live.models = names
         front.app._on_models_changed()
         assert (await front.ask(model=ADAPTER)).status == 200
@@ -373,7 +378,7 @@ def test_a_served_model_that_could_mean_several_models_is_refused(tmp_path: Path
 
 
 def found(config: Config) -> list[Finding]:
-    findings = _examined(Loaded(config), with_file=True, measure=False, token=False)
+    findings = _engine_findings(Loaded(config), with_file=True, measure=False, token=False)
     return [finding for finding in findings if finding.check == "models"]
 
 

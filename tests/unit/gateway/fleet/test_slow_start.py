@@ -13,8 +13,8 @@ from tests.unit.gateway.reload.running import running
 
 
 async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: Path) -> None:
-    async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as made:
-        table = made.app.gateway.endpoints
+    async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as harness:
+        table = harness.app.gateway.endpoints
         live, other = table.all()
         table.happened(live, Event.CONNECT_FAILED)
         assert (live.load.available, live.load.ceiling) == (False, NO_CEILING)
@@ -30,8 +30,8 @@ async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: P
 
 
 async def test_an_undrained_endpoint_starts_with_a_low_cap_too(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
-        table = made.app.gateway.endpoints
+    async with running(tmp_path) as harness:
+        table = harness.app.gateway.endpoints
         live = table.all()[0]
         table.drain(live, True)
         table.drain(live, False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.http.aiohttp_connection import Lobby
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.disagg.halves import front, holds, prefills
+from tests.unit.gateway.disagg.scripted_engines import never_answers, prefills, split_gateway
 from tests.unit.gateway.http.connection_harness import (
     LAST,
     ODD,
@@ -267,11 +267,11 @@ async def test_a_client_that_leaves_with_bytes_unread_is_noticed(
     reset: bool,
 ) -> None:
     body = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
-    async with front("vllm_nixl", [prefills()], [holds]) as running:
+    async with split_gateway("vllm_nixl", [prefills()], [never_answers]) as running:
         url = urlsplit(running.app.url)
         _, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.write(request(body))
-        received = await running.decode[0].was_asked()
+        received = await running.decode[0].wait_for_request()
         writer.write(request(b"x" * 100_000))
         async with asyncio.timeout(PATIENCE_S):
             while not any(connection._reading_paused for connection in running.app.fronts):

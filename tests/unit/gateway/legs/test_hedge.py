@@ -19,21 +19,21 @@ from policies.health.speed_record import Verdict
 from policies.health.stall import DOUBT_S, SUSPECT_CEILING
 from policies.load import NO_CEILING
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,
-    Front,
-    Half,
     Script,
-    after,
-    begins,
+    ScriptedEngine,
+    SplitGateway,
     breaks_after_a_token,
     decodes,
-    each,
-    front,
-    holds,
+    in_turn,
+    never_answers,
     refuses,
     resets,
+    split_gateway,
+    streams_one_token,
+    when_open,
 )
 
 WHOLE = "".join(TEXT)
@@ -42,15 +42,15 @@ WHOLE = "".join(TEXT)
 @asynccontextmanager
 async def pool(
     first: Script, second: Script, saved: float | None = 5.0, **options: Any
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[SplitGateway]:
     """A gateway before two engines of which it knows that they take some milliseconds for anything."""
-    script = each(first, second)
+    script = in_turn(first, second)
     usual = {
         "models": [{"name": MODEL, "pool": "main"}],
         "health": {"slow_factor": 0.0},
     }  # no endpoint is suspected
     options = usual | {"decode_role": "both", "policy": "round_robin"} | options
-    both = front("vllm_nixl", [], [script] * 2, **options)
+    both = split_gateway("vllm_nixl", [], [script] * 2, **options)
     async with both as running:
         for live in running.app.gateway.endpoints.all():
             for track in live.speed.tracks:
@@ -61,17 +61,17 @@ async def pool(
         yield running
 
 
-async def asked(running: Front, times: int) -> tuple[Half, Half]:
+async def asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, ScriptedEngine]:
     """The engines in the order in which they were asked, once that many times."""
     async with asyncio.timeout(PATIENCE_S):
-        while sum(len(half.asked) for half in running.decode) < times:
+        while sum(len(half.requests) for half in running.decode) < times:
             await asyncio.sleep(0.005)
     return tuple(
-        sorted(running.decode, key=lambda half: half.asked[0].came_at if half.asked else 1e18)
+        sorted(running.decode, key=lambda half: half.requests[0].received_at if half.requests else 1e18)
     )  # type: ignore[return-value]
 
 
-def counted(running: Front) -> tuple[float, float, float]:
+def counted(running: SplitGateway) -> tuple[float, float, float]:
     return (
         running.metric("penstock_hedges_total"),
         running.metric("penstock_requests_total"),
@@ -81,7 +81,7 @@ def counted(running: Front) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_second_endpoint_serves_a_request_whose_first_byte_is_late(stream: bool) -> None:
-    async with pool(holds, decodes) as running:
+    async with pool(never_answers, decodes) as running:
         reply = await running.ask(
             stream=stream, stream_options={"include_usage": True} if stream else None
         )
@@ -89,17 +89,17 @@ async def test_the_second_endpoint_serves_a_request_whose_first_byte_is_late(str
         assert (reply.status, reply.text) == (200, WHOLE)
         assert reply.headers["x-penstock-endpoint"] == second.name
         async with asyncio.timeout(PATIENCE_S):
-            await first.asked[0].closed.wait()
+            await first.requests[0].closed.wait()
         await running.at_rest()
         assert counted(running) == (1, 1, 3)
-        assert (running.blamed(first), running.blamed(second)) == (0, 0)
+        assert (running.error_count(first), running.error_count(second)) == (0, 0)
         assert running.metric("penstock_retries_total") == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_first_endpoint_serves_it_if_it_answers_first(stream: bool) -> None:
     gate = asyncio.Event()
-    async with pool(after(gate, decodes), holds) as running:
+    async with pool(when_open(gate, decodes), never_answers) as running:
         asking = asyncio.ensure_future(running.ask(stream=stream))
         first, second = await asked(running, 2)
         gate.set()
@@ -107,20 +107,20 @@ async def test_the_first_endpoint_serves_it_if_it_answers_first(stream: bool) ->
         assert (reply.status, reply.text) == (200, WHOLE)
         assert reply.headers["x-penstock-endpoint"] == first.name
         async with asyncio.timeout(PATIENCE_S):
-            await second.asked[0].closed.wait()
+            await second.requests[0].closed.wait()
         await running.at_rest()
         assert counted(running)[:2] == (1, 1)
-        assert (running.blamed(first), running.blamed(second)) == (0, 0)
+        assert (running.error_count(first), running.error_count(second)) == (0, 0)
 
 
 async def test_an_answer_that_breaks_at_the_first_endpoint_leaves_the_second_one() -> None:
     first_gate, second_gate = asyncio.Event(), asyncio.Event()
-    async with pool(after(first_gate, resets), after(second_gate, decodes)) as running:
+    async with pool(when_open(first_gate, resets), when_open(second_gate, decodes)) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         first, _ = await asked(running, 2)
         first_gate.set()
         async with asyncio.timeout(PATIENCE_S):
-            while not running.blamed(first):
+            while not running.error_count(first):
                 await asyncio.sleep(0.005)
         second_gate.set()
         reply = await asking
@@ -132,7 +132,7 @@ async def test_an_answer_that_breaks_at_the_first_endpoint_leaves_the_second_one
 @pytest.mark.parametrize("script", [resets, refuses(500), refuses(400)])
 async def test_a_second_endpoint_that_fails_leaves_the_first_one(script: Script) -> None:
     gate = asyncio.Event()
-    async with pool(after(gate, decodes), script) as running:
+    async with pool(when_open(gate, decodes), script) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         _, second = await asked(running, 2)
         async with asyncio.timeout(PATIENCE_S):
@@ -147,7 +147,7 @@ async def test_a_second_endpoint_that_fails_leaves_the_first_one(script: Script)
 
 async def test_a_request_that_fails_at_both_is_refused_once() -> None:
     first_gate, second_gate = asyncio.Event(), asyncio.Event()
-    async with pool(after(first_gate, refuses(500)), after(second_gate, refuses(500))) as running:
+    async with pool(when_open(first_gate, refuses(500)), when_open(second_gate, refuses(500))) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         await asked(running, 2)
         first_gate.set()
@@ -159,7 +159,7 @@ async def test_a_request_that_fails_at_both_is_refused_once() -> None:
 
 
 async def test_a_second_endpoint_that_breaks_its_answer_off_ends_the_stream_with_an_error() -> None:
-    async with pool(holds, breaks_after_a_token) as running:
+    async with pool(never_answers, breaks_after_a_token) as running:
         reply = await running.ask(stream=True)
         assert reply.body is None or b'"error"' in reply.body
         await running.at_rest()
@@ -167,7 +167,7 @@ async def test_a_second_endpoint_that_breaks_its_answer_off_ends_the_stream_with
 
 
 async def test_a_client_that_leaves_ends_both_attempts() -> None:
-    async with pool(holds, holds) as running:
+    async with pool(never_answers, never_answers) as running:
 
         async def both() -> None:
             await asked(running, 2)
@@ -175,20 +175,20 @@ async def test_a_client_that_leaves_ends_both_attempts() -> None:
         await running.ask_and_leave(both, stream=True)
         for half in running.decode:
             async with asyncio.timeout(PATIENCE_S):
-                await half.asked[0].closed.wait()
+                await half.requests[0].closed.wait()
         await running.at_rest()
         assert running.metric("penstock_requests_total") == 1
 
 
 async def test_a_stream_that_has_begun_is_not_hedged() -> None:
-    async with pool(begins, decodes) as running:
+    async with pool(streams_one_token, decodes) as running:
 
         async def later() -> None:
             await asked(running, 1)
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
-        assert sum(len(half.asked) for half in running.decode) == 1
+        assert sum(len(half.requests) for half in running.decode) == 1
 
 
 @pytest.mark.parametrize(
@@ -197,18 +197,18 @@ async def test_a_stream_that_has_begun_is_not_hedged() -> None:
 async def test_no_request_is_hedged_beyond_its_share_or_the_retry_budget(
     saved: float, retries: dict[str, Any]
 ) -> None:
-    async with pool(holds, decodes, saved=saved, retries=retries) as running:
+    async with pool(never_answers, decodes, saved=saved, retries=retries) as running:
 
         async def later() -> None:
             await asked(running, 1)
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
-        assert sum(len(half.asked) for half in running.decode) == 1
+        assert sum(len(half.requests) for half in running.decode) == 1
 
 
 async def test_a_client_may_ask_for_no_second_attempt() -> None:
-    async with pool(holds, decodes) as running:
+    async with pool(never_answers, decodes) as running:
         running.http.headers["x-penstock-hedge"] = "off"
 
         async def later() -> None:
@@ -216,11 +216,11 @@ async def test_a_client_may_ask_for_no_second_attempt() -> None:
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
-        assert sum(len(half.asked) for half in running.decode) == 1
+        assert sum(len(half.requests) for half in running.decode) == 1
 
 
 async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spent() -> None:
-    async with pool(holds, decodes, saved=0.0, health={}) as running:
+    async with pool(never_answers, decodes, saved=0.0, health={}) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         first, _ = await asked(running, 1)
         reply = await asking
@@ -233,7 +233,7 @@ async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spe
 
 
 async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judged() -> None:
-    async with pool(holds, decodes, health={"slow_factor": 100.0}) as running:
+    async with pool(never_answers, decodes, health={"slow_factor": 100.0}) as running:
         assert (await running.ask(stream=True)).text == WHOLE
         first, _ = await asked(running, 2)
         endpoints = running.app.gateway.endpoints
@@ -258,7 +258,7 @@ async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_
 
 async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> None:
     """Otherwise hundreds of ended requests would stay in memory under load."""
-    async with pool(decodes, holds, saved=None) as running:
+    async with pool(decodes, never_answers, saved=None) as running:
         hedger = running.app.gateway.hedger
         waiting = asyncio.ensure_future(running.ask())
         await running.ask()
@@ -270,7 +270,7 @@ async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> Non
 
 
 async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> None:
-    async with pool(holds, decodes, saved=0.0) as running:
+    async with pool(never_answers, decodes, saved=0.0) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         first, _ = await asked(running, 1)
         endpoints = running.app.gateway.endpoints

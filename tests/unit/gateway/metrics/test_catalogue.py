@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[4]
 
 
 def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    result: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for family in text_string_to_metric_families(page.decode()):
-        for each in family.samples:
-            assert isinstance(each, Sample)
-            key = (each.name, frozenset(each.labels.items()))
-            assert key not in found, f"{key} is exposed twice"
-            found[key] = each.value
-    return found
+        for sample in family.samples:
+            assert isinstance(sample, Sample)
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in result, f"{key} is exposed twice"
+            result[key] = sample.value
+    return result
 
 
 def test_a_scrape_shows_the_counted_values() -> None:
@@ -190,12 +190,12 @@ def test_a_gauge_whose_function_returns_none_is_not_exposed() -> None:
     metrics = Metrics()
     metrics.inside.endpoint_kv_usage.labels("a").follow(lambda: None)
     metrics.inside.endpoint_kv_usage.labels("b").follow(lambda: 0.25)
-    found = [
+    matches = [
         value
         for (name, _), value in samples(metrics.render()).items()
         if name.endswith("kv_usage_ratio")
     ]
-    assert found == [0.25]
+    assert matches == [0.25]
 
 
 def test_a_bucket_stores_its_newest_request_as_an_openmetrics_exemplar() -> None:
@@ -207,9 +207,9 @@ def test_a_bucket_stores_its_newest_request_as_an_openmetrics_exemplar() -> None
     text = exposition.page(metrics.readings(0.0), exemplars=True).decode()
     families = {family.name: family for family in openmetrics(text)}
     shown = {
-        each.labels["le"]: each.exemplar
-        for each in families["penstock_ttft_seconds"].samples
-        if each.exemplar
+        sample.labels["le"]: sample.exemplar
+        for sample in families["penstock_ttft_seconds"].samples
+        if sample.exemplar
     }
     assert {bound: mark.labels["request_id"] for bound, mark in shown.items()} == {
         "0.25": "req_new",

@@ -63,8 +63,8 @@ def test_a_quantile_is_within_its_relative_error_of_an_observation(
 
 @given(seconds)
 def test_one_sample_is_every_quantile(value: float) -> None:
-    found = {quantile(sketch([value]), share) for share in SHARES}
-    assert found == {value_of(bucket_of(value))}
+    estimates = {quantile(sketch([value]), share) for share in SHARES}
+    assert estimates == {value_of(bucket_of(value))}
     assert value_of(bucket_of(value)) == pytest.approx(value, rel=RELATIVE_ERROR * 1.001)
 
 

@@ -27,9 +27,9 @@ def refused(text: str) -> str:
     ],
 )
 def test_a_url_that_is_not_redis_or_contains_a_secret_is_rejected(url: str, why: str) -> None:
-    said = refused(f"shared: {{redis: {{url: '{url}'}}, key: '${{KEY}}'}}\n")
-    assert why in said
-    assert "g.yaml:3:" in said
+    frames = refused(f"shared: {{redis: {{url: '{url}'}}, key: '${{KEY}}'}}\n")
+    assert why in frames
+    assert "g.yaml:3:" in frames
 
 
 def test_a_short_or_missing_key_is_rejected() -> None:

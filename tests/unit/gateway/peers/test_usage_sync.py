@@ -12,7 +12,7 @@ from gateway.peers.usage_sync import MOST_ROWS
 from gateway.protocol.errors import GatewayError
 from policies.admission.admission import Outcome
 from policies.model import Pick, Request
-from tests.unit.gateway.peers.fleet import Gateway, run, turn, warm
+from tests.unit.gateway.peers.peer_gateways import Gateway, run, turn, warm
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
 TENANTS = [
@@ -28,22 +28,22 @@ def gateways(count: int = 2) -> list[Gateway]:
 
 def asks(gateway: Gateway, times: int = 1) -> int:
     """Return how many requests of the tenant are admitted."""
-    taken = 0
+    admitted = 0
     for _ in range(times):
         try:
             gateway.gate.quotas.take(REQUEST)
         except GatewayError:
             continue
-        taken += 1
-    return taken
+        admitted += 1
+    return admitted
 
 
 def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
     """Book a request of the session; returns a function that ends it with ten output tokens."""
     (room,) = gateway.gate.rooms()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
-    asked = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
-    room.booked(asked, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
+    result = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
+    room.booked(result, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
     return lambda now: room.ended(request, lambda: Outcome(now, 0.1, None, 10))
 
 
@@ -81,13 +81,13 @@ async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     assert (asks(one, 20), asks(two, 20)) == (10, 10)
-    for each in (one, two):
-        each.view.flush(now + 0.1, connected=False)
-        assert not each.view.news.taken
-        assert not each.view.news.charged
+    for gateway in (one, two):
+        gateway.view.flush(now + 0.1, connected=False)
+        assert not gateway.view.news.taken
+        assert not gateway.view.news.charged
     run([one, two], now + 0.2, 0.2)
-    for each in (one, two):
-        left = each.gate.quotas.by_tenant["a"].spent(0, 0, now).requests_left
+    for gateway in (one, two):
+        left = gateway.gate.quotas.by_tenant["a"].spent(0, 0, now).requests_left
         assert left is not None
         assert left >= 0.0
 
@@ -162,8 +162,8 @@ async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:
     now = warm(one, two, now=monotonic())
     asks(one)
     converse(one, "canary-session", 1000, now)(now + 0.1)
-    said = b"".join(frame for _, (_, frame) in turn([one, two], now + 0.2))
-    assert b"taken" in said
-    assert b"inside" in said
-    assert b"canary-session" not in said
-    assert b"sk-a" not in said
+    frames = b"".join(frame for _, (_, frame) in turn([one, two], now + 0.2))
+    assert b"taken" in frames
+    assert b"inside" in frames
+    assert b"canary-session" not in frames
+    assert b"sk-a" not in frames

@@ -12,7 +12,7 @@ from gateway.peers.bus import FRAME_CAP_BYTES
 from policies.admission.admission import capacity
 from policies.health.health import Event
 from policies.ledger import own
-from tests.unit.gateway.peers.fleet import SECRET, Gateway, run, turn, warm
+from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm
 
 PROMPT = Random(1).randbytes(64 * 200)
 
@@ -60,7 +60,7 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
     for _ in range(30):
         one.table.confirm(one.table.all()[0], 1.0, 0.1)
     run([one, two], now, 0.3)
-    trusts = [each.prefixes.index._holders[0].trust for each in (one, two)]
+    trusts = [gateway.prefixes.index._holders[0].trust for gateway in (one, two)]
     assert trusts[0] == trusts[1] < 0.5
 
 
@@ -83,10 +83,10 @@ async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> N
 async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_book() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
-    held = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
+    holdings = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
     run([one, two], now, 0.2)
     assert capacity(two.candidates) == 8
-    for booking in held:
+    for booking in holdings:
         booking.__exit__(None, None, None)
 
 
@@ -139,16 +139,16 @@ async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> Non
     tellers = set()
     for _ in range(10):
         now += 0.1
-        said = turn([one, two, three], now)
-        tellers |= {id(each) for each, (to, _) in said if to == three.view.me}
+        frames = turn([one, two, three], now)
+        tellers |= {id(gateway) for gateway, (to, _) in frames if to == three.view.me}
     assert tellers == {id(one)}
     assert three.view.warming.warm
     assert three.view.warming.took_s < 1.0
     assert [three.cached(prompt) for prompt in prompts] == [
         one.cached(prompt) for prompt in prompts
     ]
-    held = [[each.load.held_tokens for each in gateway.candidates] for gateway in (one, three)]
-    assert held[0] == held[1]
+    holdings = [[item.load.held_tokens for item in gateway.candidates] for gateway in (one, three)]
+    assert holdings[0] == holdings[1]
 
 
 async def test_a_warm_up_leaves_out_lost_caches() -> None:
@@ -157,8 +157,8 @@ async def test_a_warm_up_leaves_out_lost_caches() -> None:
     with one.book(PROMPT, 0) as booking:
         booking.first_token()
     now = run([one, two], now, 0.2)
-    for each in (one, two):
-        each.table.happened(each.table.all()[0], Event.CONNECT_FAILED)
+    for gateway in (one, two):
+        gateway.table.happened(gateway.table.all()[0], Event.CONNECT_FAILED)
     now = run([one, two], now, 0.2)
     three = Gateway(3)
     three.view.begin(now)
@@ -180,8 +180,8 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
         one.view.askers.clear()
         turn([one, two, three], now)
         one.view.askers = []
-        said = one.view.flush(now, connected=True)
-        for frame in said:
+        frames = one.view.flush(now, connected=True)
+        for frame in frames:
             two.take(frame, now)
             three.take(frame, now)
         assert now < 110
@@ -239,12 +239,12 @@ async def test_replayed_frames_are_dropped() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
-        told = one.view.flush(now + 0.6, connected=True)
+        frames = one.view.flush(now + 0.6, connected=True)
     done = one.view.flush(now + 1.2, connected=True)
-    for frame in (*told, *done, *told):
+    for frame in (*frames, *done, *frames):
         two.take(frame, now + 1.2)
     assert two.candidates[0].load.in_flight == 0
-    assert two.dropped()["replayed"] == len(told)
+    assert two.dropped()["replayed"] == len(frames)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -307,7 +307,7 @@ async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
     now = warm(one)
     one.view.news.charge("main", "canary-tenant", 10.0)
     with one.book(PROMPT, 0):
-        told = b"".join(frame for _, frame in one.view.flush(now + 1.0, connected=True))
+        frames = b"".join(frame for _, frame in one.view.flush(now + 1.0, connected=True))
     for secret in (
         SECRET,
         b"canary-tenant",
@@ -315,4 +315,4 @@ async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
         PROMPT[:16],
         one.seal.fingerprint_secret,
     ):
-        assert secret not in told
+        assert secret not in frames

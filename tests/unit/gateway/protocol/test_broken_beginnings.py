@@ -12,7 +12,14 @@ import pytest
 
 from gateway.protocol.stream_scan import FIRST_EVENT
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.disagg.halves import MODEL, TEXT, Asked, Script, decodes, front
+from tests.unit.gateway.disagg.scripted_engines import (
+    MODEL,
+    TEXT,
+    EngineRequest,
+    Script,
+    decodes,
+    split_gateway,
+)
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = {
@@ -26,8 +33,8 @@ TOKEN = {
 
 
 def responds(raw: bytes) -> Script:
-    async def script(asked: Asked) -> None:
-        asked.writer.write(raw)
+    async def script(request: EngineRequest) -> None:
+        request.writer.write(raw)
 
     return script
 
@@ -54,11 +61,13 @@ async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
 ) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front("vllm_nixl", [], [responds(raw), decodes], models=models, **sides) as running:
+    async with split_gateway(
+        "vllm_nixl", [], [responds(raw), decodes], models=models, **sides
+    ) as running:
         for _ in range(2):  # at least one of them goes to the first engine
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
-        assert running.blamed(running.decode[0]) > 0
+        assert running.error_count(running.decode[0]) > 0
         await running.at_rest()
 
 
@@ -66,13 +75,13 @@ async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
 async def test_a_retry_after_an_unforwarded_token_sends_the_whole_request(end: bytes) -> None:
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front(
+    async with split_gateway(
         "vllm_nixl", [], [responds(EVENTS + events(TOKEN) + end), decodes], models=models, **sides
     ) as running:
         for _ in range(2):
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
-        assert running.blamed(running.decode[0]) > 0
+        assert running.error_count(running.decode[0]) > 0
         await running.at_rest()
 
 
@@ -88,8 +97,8 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
     }
     usage = {"prompt_tokens": 2, "completion_tokens": 0}
 
-    async def dies(asked: Asked) -> None:
-        asked.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
+    async def dies(request: EngineRequest) -> None:
+        request.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
         (dead,) = [
             live
             for live in running.app.gateway.endpoints.all()
@@ -101,16 +110,16 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
             ):
                 await asyncio.sleep(0)
         if end is None:
-            asked.writer.transport.abort()
+            request.writer.transport.abort()
         else:
-            asked.writer.write(end)
+            request.writer.write(end)
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     sides = {"decode_role": "both", "policy": "round_robin"}
-    async with front("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
+    async with split_gateway("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
         for _ in range(2):  # at least one of them goes to the first engine
             reply = await running.ask(words=3, stream=True)
             assert (reply.status, reply.text) == (200, "".join(TEXT))
             assert b"dead" not in (reply.body or b"")
-        assert running.blamed(running.decode[0]) > 0
+        assert running.error_count(running.decode[0]) > 0
         await running.at_rest()

@@ -19,17 +19,17 @@ from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, cache_salt
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Api, Call, Caller, parse
 from gateway.protocol.service_class import NOTHING
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,
-    Asked,
-    Front,
+    EngineRequest,
     Reply,
     Script,
+    SplitGateway,
     decodes,
-    front,
     prefills,
     refuses,
+    split_gateway,
 )
 from tests.unit.gateway.protocol.test_openai import CHAT, Model
 
@@ -46,8 +46,8 @@ def salts(*tenants: Mapping[str, Any], **sections: Any) -> CacheSalts:
     )
 
 
-def call(body: Mapping[str, Any], found: CacheSalts | None, tenant: str = "a") -> Call:
-    caller = Caller("req_1", tenant, NOTHING, 0.0, None, found)
+def call(body: Mapping[str, Any], result: CacheSalts | None, tenant: str = "a") -> Call:
+    caller = Caller("req_1", tenant, NOTHING, 0.0, None, result)
     return parse(json.dumps(body).encode(), Api.CHAT, {"demo": Model()}, caller)
 
 
@@ -68,9 +68,9 @@ def test_every_tenant_has_a_salt_that_is_equal_on_all_gateways(secret: dict[str,
 
 
 def test_different_secrets_give_different_salts() -> None:
-    asked = [salts(A, **more).usual["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})]
-    asked.append(salts(A, cache={"secret": "another-secret-of-theirs"}).usual["a"])
-    assert len(set(asked)) == 4
+    requests = [salts(A, **more).usual["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})]
+    requests.append(salts(A, cache={"secret": "another-secret-of-theirs"}).usual["a"])
+    assert len(set(requests)) == 4
 
 
 def test_a_configured_secret_keeps_salts_when_a_tenants_key_changes() -> None:
@@ -103,28 +103,28 @@ def test_without_isolation_tenants_get_no_salt() -> None:
 def test_a_clients_salt_divides_its_own_cache_and_cannot_reach_another(
     one: bytes, other: bytes
 ) -> None:
-    found = salts(A, B, cache=SECRET)
-    mine = found.salt("a", one)
-    assert (mine == found.salt("a", other)) == (one == other)
+    result = salts(A, B, cache=SECRET)
+    mine = result.salt("a", one)
+    assert (mine == result.salt("a", other)) == (one == other)
     assert mine not in (
-        found.salt("b", one),
-        found.salt("b", other),
-        found.usual["b"],
-        found.salt("", one),
+        result.salt("b", one),
+        result.salt("b", other),
+        result.usual["b"],
+        result.salt("", one),
     )
 
 
 def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
-    found, prefixes = (
+    result, prefixes = (
         salts(A, B, C | {"cache_group": "g"}, cache=SECRET),
         Prefixes(b"0" * 16, 1 << 20, 64),
     )
     body = CHAT | {"messages": [{"role": "user", "content": "word " * 200}]}
 
     def keys(model: str = "demo", tenant: str = "a", **members: str) -> frozenset[int]:
-        return frozenset(prefixes.of(call(body | members, found, tenant), model).keys)
+        return frozenset(prefixes.of(call(body | members, result, tenant), model).keys)
 
-    asked = [
+    requests = [
         keys(),
         keys(model="other"),
         keys(tenant="b"),
@@ -132,8 +132,8 @@ def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
         keys(cache_salt="x"),
         keys(extra_key="x"),
     ]
-    assert len(frozenset().union(*asked)) == sum(map(len, asked)) > 0
-    assert keys() == asked[0]
+    assert len(frozenset().union(*requests)) == sum(map(len, requests)) > 0
+    assert keys() == requests[0]
 
 
 # Salts of clients
@@ -148,17 +148,17 @@ def test_a_salt_must_be_text_of_limited_length(name: str, value: object) -> None
 
 
 def test_a_clients_salt_is_never_sent_unchanged() -> None:
-    found = salts(A, cache=SECRET)
-    hostile = found.usual["a"].decode()
-    asked = [
-        call(CHAT | more, found, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})
+    result = salts(A, cache=SECRET)
+    hostile = result.usual["a"].decode()
+    requests = [
+        call(CHAT | more, result, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})
     ]
-    asked += [call(CHAT | {"cache_salt": "@/\\\0"}, found, "")]
-    for each in asked:
-        assert hostile.encode() not in each.body
-        assert HEX.fullmatch(each.salt.decode())
-        assert each.salt != found.usual["a"]
-    assert len({each.salt for each in asked}) == 3
+    requests += [call(CHAT | {"cache_salt": "@/\\\0"}, result, "")]
+    for request in requests:
+        assert hostile.encode() not in request.body
+        assert HEX.fullmatch(request.salt.decode())
+        assert request.salt != result.usual["a"]
+    assert len({request.salt for request in requests}) == 3
 
 
 def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
@@ -174,19 +174,19 @@ def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
 
 def house(
     prefill: Sequence[Script], decode: Sequence[Script], **options: Any
-) -> AbstractAsyncContextManager[Front]:
+) -> AbstractAsyncContextManager[SplitGateway]:
     dialect = options.pop("dialect", "vllm_nixl")
-    return front(
+    return split_gateway(
         dialect, list(prefill), list(decode), **{"tenants": [A, B], "cache": SECRET, **options}
     )
 
 
-def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[Front]:
+def whole(*engines: Script, **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
     models = [{"name": MODEL, "pool": "main"}]
     return house([], engines, **{"models": models, "decode_role": "both", **options})
 
 
-async def ask(f: Front, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
+async def ask(f: SplitGateway, key: str = "sk-a", words: int = 400, **members: Any) -> Reply:
     body = {
         "model": MODEL,
         "max_tokens": 8,
@@ -215,8 +215,8 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
             ("sk-a", {"cache_salt": "x"}),
         ):
             assert (await ask(f, key, **more)).status == 200
-        bodies = [asked.json for asked in f.decode[0].asked]
-        found = [
+        bodies = [item.json for item in f.decode[0].requests]
+        matches = [
             body.pop(name)
             for body in bodies
             for name in ("cache_salt", "extra_key")
@@ -226,36 +226,36 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
         usual = f.app.gateway.snapshot.salts
         assert usual is not None
         mine = usual.salt("a", b'["x",null]').decode()
-        assert found == (
+        assert matches == (
             [usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else []
         )
-        assert not member or all(member.encode() in asked.body for asked in f.decode[0].asked)
+        assert not member or all(member.encode() in item.body for item in f.decode[0].requests)
 
 
 async def test_a_retry_sends_the_same_salt() -> None:
     async with whole(refuses(503), refuses(503), decodes) as f:
         assert (await ask(f)).status == 200
-        assert len({asked.json["cache_salt"] for half in f.decode for asked in half.asked}) == 1
-        assert sum(len(half.asked) for half in f.decode) >= 1
+        assert len({item.json["cache_salt"] for half in f.decode for item in half.requests}) == 1
+        assert sum(len(half.requests) for half in f.decode) >= 1
 
 
 async def test_a_resumed_response_keeps_its_salt() -> None:
-    shown, came = asyncio.Event(), list[Asked]()
+    shown, came = asyncio.Event(), list[EngineRequest]()
 
-    async def breaks_first(asked: Asked) -> None:
+    async def breaks_first(request: EngineRequest) -> None:
         """On the first request, send one token with its ids, then break; later ones succeed."""
-        came.append(asked)
+        came.append(request)
         if len(came) > 1:
-            await decodes(asked)
+            await decodes(request)
             return
         usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
         choice = {"index": 0, "delta": {"content": "first "}, "token_ids": [7]}
-        asked.open_stream()
-        asked.event(
+        request.open_stream()
+        request.event(
             {"model": MODEL, "prompt_token_ids": [1, 2], "choices": [choice], "usage": usage}
         )
         await shown.wait()
-        asked.writer.close()
+        request.writer.close()
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
     async with whole(breaks_first, breaks_first, models=models) as f:
@@ -282,10 +282,10 @@ async def test_a_resumed_response_keeps_its_salt() -> None:
 
 async def test_both_legs_of_a_split_request_have_the_same_salt() -> None:
     async with house([prefills()], [decodes]) as f:
-        f.have_met()
+        f.assume_fast_pairs()
         assert (await ask(f, cache_salt="mine")).status == 200
         assert (await ask(f, "sk-b", cache_salt="mine")).status == 200
-        legs = [[asked.json for asked in half.asked] for half in (*f.prefill, *f.decode)]
+        legs = [[item.json for item in half.requests] for half in (*f.prefill, *f.decode)]
         for prefill, decode in zip(*legs, strict=True):
             assert prefill["cache_salt"] == decode["cache_salt"]
             assert decode["kv_transfer_params"] == OBJECT
@@ -298,7 +298,7 @@ async def test_both_sglang_engines_of_a_pair_get_the_same_extra_key() -> None:
         [decodes], [decodes], dialect="sglang", engine="sglang", bootstrap="10.0.0.7:8998"
     ) as f:
         assert (await ask(f)).status == 200
-        (one,), (other,) = f.prefill[0].asked, f.decode[0].asked
+        (one,), (other,) = f.prefill[0].requests, f.decode[0].requests
         assert one.json["extra_key"] == other.json["extra_key"]
         assert "cache_salt" not in one.json
 
@@ -311,7 +311,7 @@ async def test_all_keys_of_a_tenant_have_the_same_salt() -> None:
             200,
             401,
         ]
-        assert len({asked.json["cache_salt"] for asked in f.decode[0].asked}) == 1
+        assert len({item.json["cache_salt"] for item in f.decode[0].requests}) == 1
 
 
 # Engines reserved for tenants
@@ -321,7 +321,7 @@ async def test_a_reserved_engine_serves_only_its_tenants() -> None:
     async with whole(decodes, decodes, reserved=[["a"], ["b"]], policy="round_robin") as f:
         for key in ("sk-a", "sk-b", "sk-a", "sk-a"):
             assert (await ask(f, key)).status == 200
-        assert [len(half.asked) for half in f.decode] == [3, 1]
+        assert [len(half.requests) for half in f.decode] == [3, 1]
 
 
 async def test_a_tenant_without_an_engine_gets_an_error() -> None:

@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.util.networks import Networks
-from tests.chaos.house import house
+from tests.chaos.gateway_fleet import gateway_fleet
 
 PROXIES = TrustedProxies(Networks(["10.0.0.0/8", "2001:db8:1::/48"]))
 PEER = "10.0.0.1"
@@ -61,11 +61,11 @@ def test_an_id_with_odd_characters_is_not_logged(text: str, is_logged: bool) -> 
 async def logged(folder: Path, trusted: list[str], headers: list[str]) -> dict[str, object]:
     """Send a request from 127.0.0.1 with these header lines; return its access line."""
     log = folder / "access.jsonl"
-    seen = {"access_log": str(log), "access_flush": "10ms"}
+    observability = {"access_log": str(log), "access_flush": "10ms"}
     listeners = {"api": {"port": 0, "trusted_proxies": trusted}, "admin": {"port": 0}}
-    async with house(1, observability=seen, listeners=listeners) as home:
+    async with gateway_fleet(1, observability=observability, listeners=listeners) as fleet:
         reader, writer = await asyncio.open_connection(
-            "127.0.0.1", int(home.app.url.rpartition(":")[2])
+            "127.0.0.1", int(fleet.app.url.rpartition(":")[2])
         )
         body = b'{"model": "demo-8b", "prompt": "hi", "max_tokens": 1}'
         lines = ["POST /v1/completions HTTP/1.1", "host: a", "content-type: application/json"]
@@ -75,7 +75,7 @@ async def logged(folder: Path, trusted: list[str], headers: list[str]) -> dict[s
         writer.write(head.encode() + body)
         assert b" 200 " in await reader.read()
         writer.close()
-        await home.at_rest()
+        await fleet.at_rest()
     result: dict[str, object] = json.loads(log.read_text())
     return result
 

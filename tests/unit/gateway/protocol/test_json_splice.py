@@ -28,8 +28,8 @@ OBJECT = {
 CONTEXT = {"ctx_request_id": 9, "disagg_request_id": NUMBER}
 
 
-def body_of(given: dict[str, Any]) -> tuple[bytes, Members]:
-    body = json.dumps(given).encode()
+def body_of(result: dict[str, Any]) -> tuple[bytes, Members]:
+    body = json.dumps(result).encode()
     return body, msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
@@ -37,10 +37,10 @@ def read_once(body: bytes) -> dict[str, Any]:
     """Raises ValueError where a member stands twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        result = dict(pairs)
+        if len(result) != len(pairs):
             raise ValueError(f"a member stands twice in {[name for name, _ in pairs]}")
-        return found
+        return result
 
     read: dict[str, Any] = json.loads(body, object_pairs_hook=once)
     return read
@@ -48,11 +48,13 @@ def read_once(body: bytes) -> dict[str, Any]:
 
 def prefill_answer() -> Answer:
     choice = {"index": 0, "text": "a", "finish_reason": "length", "disaggregated_params": CONTEXT}
-    found = read_answer(
-        json.dumps({"choices": [choice], "kv_transfer_params": OBJECT, "prompt_token_ids": [1, 2]}).encode()
+    result = read_answer(
+        json.dumps(
+            {"choices": [choice], "kv_transfer_params": OBJECT, "prompt_token_ids": [1, 2]}
+        ).encode()
     )
-    assert isinstance(found, Answer)
-    return found
+    assert isinstance(result, Answer)
+    return result
 
 
 def both_legs(name: str, *, chat: bool) -> list[Edits]:
@@ -65,26 +67,37 @@ def both_legs(name: str, *, chat: bool) -> list[Edits]:
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("name", sorted(dialects.DIALECTS))
-def test_whatever_a_client_sends_no_member_stands_twice_in_what_an_engine_gets(name: str, chat: bool) -> None:
+def test_whatever_a_client_sends_no_member_stands_twice_in_what_an_engine_gets(
+    name: str, chat: bool
+) -> None:
     legs = both_legs(name, chat=chat)
     put = {member for edits in legs for member in json.loads(b"{" + edits.put[1:] + b"}")}
     known = dialects.known_members("trtllm", chat=chat) or frozenset()
-    given = dict.fromkeys((put | known) - ENGINE_INTERNAL, 7) | {"model": "demo", 'an "odd" näme': 1}
+    body = dict.fromkeys((put | known) - ENGINE_INTERNAL, 7) | {"model": "demo", 'an "odd" näme': 1}
     for edits in legs:
-        sent = read_once(edited(*body_of(given), edits, None))
+        sent = read_once(edited(*body_of(body), edits, None))
         assert sent.items() >= json.loads(b"{" + edits.put[1:] + b"}").items()
         assert not sent.keys() & (edits.drop - put)
 
 
 def test_values_pass_as_they_came_and_only_the_models_name_is_another() -> None:
-    given = {"model": "demo", "messages": [{"role": "user", "content": 'a\u2028b \\ "'}], "temperature": 1e-7}
-    changed = edited(*body_of(given), Edits(b',"kv_transfer_params":{}', frozenset({"stream"})), 'an "engine\'s"')
-    assert read_once(changed) == {**given, "model": 'an "engine\'s"', "kv_transfer_params": {}}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": 'a\u2028b \\ "'}],
+        "temperature": 1e-7,
+    }
+    changed = edited(
+        *body_of(body), Edits(b',"kv_transfer_params":{}', frozenset({"stream"})), 'an "engine\'s"'
+    )
+    assert read_once(changed) == {**body, "model": 'an "engine\'s"', "kv_transfer_params": {}}
 
 
 def test_what_is_only_added_is_spliced_in_behind_the_clients_own_bytes() -> None:
     body, members = body_of({"model": "demo", "prompt": "x"})
-    assert edited(body, members, Edits(b',"bootstrap_room":1'), None) == body[:-1] + b',"bootstrap_room":1}'
+    assert (
+        edited(body, members, Edits(b',"bootstrap_room":1'), None)
+        == body[:-1] + b',"bootstrap_room":1}'
+    )
     assert edited(body, members, Edits(), None) == body
 
 
@@ -106,7 +119,9 @@ def test_what_is_only_added_is_spliced_in_behind_the_clients_own_bytes() -> None
         ({"prompt_logprobs": 0}, Shape(scores_prompt=True)),
     ],
 )
-def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(given: dict[str, Any], expected: Shape) -> None:
+def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(
+    given: dict[str, Any], expected: Shape
+) -> None:
     assert shape(body_of(given)[1]) == expected
 
 
@@ -121,5 +136,7 @@ def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(given: dic
         ({"stream": True, "stream_options": None}, False),
     ],
 )
-def test_token_counts_are_shown_but_in_streams_that_do_not_ask_for_them(given: dict[str, Any], shown: bool) -> None:
+def test_token_counts_are_shown_but_in_streams_that_do_not_ask_for_them(
+    given: dict[str, Any], shown: bool
+) -> None:
     assert shows_usage(body_of(given)[1]) == shown

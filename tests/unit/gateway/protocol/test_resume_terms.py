@@ -23,12 +23,34 @@ def call(body: dict[str, Any]) -> Call:
     "more",
     [
         {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.1},
-        {"n": 1, "logprobs": False, "tools": None, "stop": [], "tool_choice": "none", "presence_penalty": 0},
+        {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.1,
+            "seed": 3,
+            "repetition_penalty": 1.1,
+        },
+        {
+            "n": 1,
+            "logprobs": False,
+            "tools": None,
+            "stop": [],
+            "tool_choice": "none",
+            "presence_penalty": 0,
+        },
         {"logprobs": None, "top_logprobs": 0, "parallel_tool_calls": False, "unheard_of": None},
-        {"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "user": "ann"},
+        {
+            "response_format": {"type": "text"},
+            "stream_options": {"include_usage": True},
+            "user": "ann",
+        },
         {"max_completion_tokens": 9, "min_tokens": 3, "stop_token_ids": [7], "ignore_eos": True},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 'say {"type": "image_url"}'}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": 'say {"type": "image_url"}'}]}
+            ]
+        },
     ],
 )
 def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> None:
@@ -59,22 +81,34 @@ def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> 
         {"include_reasoning": False},
         {"thinking_token_budget": 0},
         {"prompt_logprobs": 0},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
     ],
 )
-def test_what_depends_on_more_than_tokens_or_is_unknown_cannot_be_continued(more: dict[str, Any]) -> None:
+def test_what_depends_on_more_than_tokens_or_is_unknown_cannot_be_continued(
+    more: dict[str, Any],
+) -> None:
     assert terms_of(call(CHAT | more)) is None
 
 
-@pytest.mark.parametrize(("prompt", "one"), [("hi", True), ([1, 2], True), (["a", "b"], False), ([[1], [2]], False)])
+@pytest.mark.parametrize(
+    ("prompt", "one"), [("hi", True), ([1, 2], True), (["a", "b"], False), ([[1], [2]], False)]
+)
 def test_a_completion_is_continued_if_it_is_one(prompt: object, one: bool) -> None:
     assert (terms_of(call(TEXT | {"prompt": prompt})) is not None) == one
     assert terms_of(call(TEXT | {"echo": True})) is None
     assert terms_of(call(TEXT | {"suffix": "x"})) is None
 
 
-@pytest.mark.parametrize(("logprobs", "none"), [(None, True), (0, False), (False, False), (1, False)])
-def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_one(logprobs: object, none: bool) -> None:
+@pytest.mark.parametrize(
+    ("logprobs", "none"), [(None, True), (0, False), (False, False), (1, False)]
+)
+def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_one(
+    logprobs: object, none: bool
+) -> None:
     assert (terms_of(call(TEXT | {"logprobs": logprobs})) is not None) == none
 
 
@@ -89,13 +123,19 @@ def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_on
         (TEXT | {"max_tokens": None}, None),
     ],
 )
-def test_the_rest_is_asked_for_with_what_is_left_of_its_bounds(body: dict[str, Any], left: int | None) -> None:
+def test_the_rest_is_asked_for_with_what_is_left_of_its_bounds(
+    body: dict[str, Any], left: int | None
+) -> None:
     terms = terms_of(call(body | {"min_tokens": 5, "temperature": 0.5, "seed": 9}))
     assert terms is not None
-    asked = json.loads(terms.rest("served", [1, 2], [3, 4, 5]))
-    assert (asked["model"], asked["prompt"], asked["max_tokens"]) == ("served", [1, 2, 3, 4, 5], left)
-    assert (asked["min_tokens"], asked["temperature"], asked["seed"]) == (2, 0.5, 9)
-    assert asked["stream"] is asked["return_token_ids"] is True
+    reply = json.loads(terms.rest("served", [1, 2], [3, 4, 5]))
+    assert (reply["model"], reply["prompt"], reply["max_tokens"]) == (
+        "served",
+        [1, 2, 3, 4, 5],
+        left,
+    )
+    assert (reply["min_tokens"], reply["temperature"], reply["seed"]) == (2, 0.5, 9)
+    assert reply["stream"] is reply["return_token_ids"] is True
     assert "min_tokens" not in json.loads(terms.rest("served", [1, 2], range(5)))
 
 
@@ -104,4 +144,6 @@ def test_the_engine_is_asked_to_tell_ids_and_to_count_them_and_nothing_else_chan
     sent = json.loads(telling(call(body), "served", "cache_salt").body)
     assert sent.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": True}
     assert sent.pop("return_token_ids") is True
-    assert sent == {name: value for name, value in body.items() if name != "stream_options"} | {"model": "served"}
+    assert sent == {name: value for name, value in body.items() if name != "stream_options"} | {
+        "model": "served"
+    }

@@ -113,17 +113,17 @@ def test_a_recorder_sees_whole_events_however_they_are_cut(
 
 
 def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
-    seen, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
+    rewriter, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
     for piece in pieces[:-1]:
-        assert seen.feed(piece, sse=True, ended=False) == b""
-        assert all(len(each) <= 10_000 for each in seen._unfinished)
-    assert seen.feed(pieces[-1], sse=True, ended=False) == b"5000000 "
-    assert not seen._unfinished
+        assert rewriter.feed(piece, sse=True, ended=False) == b""
+        assert all(len(piece) <= 10_000 for piece in rewriter._unfinished)
+    assert rewriter.feed(pieces[-1], sse=True, ended=False) == b"5000000 "
+    assert not rewriter._unfinished
 
 
 def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
-    seen = recorder()
+    rewriter = recorder()
     for _ in range(MOST_EVENT // 100_000):
-        seen.feed(b"x" * 100_000, sse=True, ended=False)
+        rewriter.feed(b"x" * 100_000, sse=True, ended=False)
     with pytest.raises(UpstreamBroke, match="event of more than"):
-        seen.feed(b"x" * 100_000, sse=True, ended=False)
+        rewriter.feed(b"x" * 100_000, sse=True, ended=False)

@@ -169,7 +169,7 @@ def test_only_a_short_timeout_is_a_short_deadline() -> None:
 def test_a_tenants_priority_is_limited_from_above() -> None:
     classes = levels(tenants=TENANTS)
     claims = [("acme", "8"), ("acme", "-8"), ("plain", "1"), ("plain", "-1")]
-    ranks = [classes.wish({"x-priority": asked}, tenant).rank(0) for tenant, asked in claims]
+    ranks = [classes.wish({"x-priority": priority}, tenant).rank(0) for tenant, priority in claims]
     assert ranks == [3, -8, 0, -1]
 
 

@@ -8,20 +8,28 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.disagg.halves import MODEL, Front, Script, decodes, front, holds, refuses
+from tests.unit.gateway.disagg.scripted_engines import (
+    MODEL,
+    Script,
+    SplitGateway,
+    decodes,
+    never_answers,
+    refuses,
+    split_gateway,
+)
 
 SHORT, LONG = 64, 4096  # tokens of context
 
 
-def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[Front]:
+def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
     """A gateway whose engines serve whole requests."""
     models = [{"name": MODEL, "pool": "main"}]
-    return front("vllm_nixl", [], list(engines), models=models, decode_role="both", **options)
+    return split_gateway("vllm_nixl", [], list(engines), models=models, decode_role="both", **options)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 async def test_a_request_whose_last_engine_was_silent_is_refused_as_a_timeout(engines: int) -> None:
-    async with whole([holds] * engines, timeouts={"first_byte": "100ms"}) as running:
+    async with whole([never_answers] * engines, timeouts={"first_byte": "100ms"}) as running:
         reply = await running.ask(words=3)
         assert (reply.status, reply.json["error"]["code"]) == (504, "upstream_timeout")
         await running.at_rest()
@@ -50,7 +58,7 @@ async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None
 
 
 async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
-    async with front("vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]) as running:
+    async with split_gateway("vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]) as running:
         assert (await running.ask(words=400)).status == 400
 
 
@@ -65,11 +73,11 @@ def image(base64_bytes: int) -> dict[str, Any]:
 async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(base64_bytes: int, split: bool) -> None:
     sections: dict[str, Any] = {} if split else {"models": [{"name": MODEL, "pool": "main"}]}
     sections["contexts"] = [SHORT, 2 * SHORT]
-    async with front("vllm_nixl", [], [decodes, decodes], decode_role="both", **sections) as running:
+    async with split_gateway("vllm_nixl", [], [decodes, decodes], decode_role="both", **sections) as running:
         reply = await running.ask(messages=[image(base64_bytes)])
         assert reply.status == 200
         short, long = running.decode
-        assert (len(short.asked), len(long.asked)) == (0, 1)
+        assert (len(short.requests), len(long.requests)) == (0, 1)
         long.script = refuses(400)
         reply = await running.ask(messages=[image(base64_bytes)])
         assert (reply.status, reply.json["error"]["message"]) == (400, "as asked")

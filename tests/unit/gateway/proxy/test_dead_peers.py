@@ -14,31 +14,31 @@ from typing import Any
 import pytest
 
 from policies.health.health import State
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,
-    Asked,
-    Front,
-    Half,
+    EngineRequest,
     Script,
-    begins,
+    ScriptedEngine,
+    SplitGateway,
     decodes,
-    front,
     prefills,
     resets,
+    split_gateway,
+    streams_one_token,
 )
 
 NO_PROBES = {"interval": "60s"}  # no probes except those that requests cause
 DEAD, ALIVE = 24, 2
 
 
-def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[Front]:
+def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
     """A gateway whose engines serve whole requests."""
     usual = {"models": [{"name": MODEL, "pool": "main"}], "health": NO_PROBES}
-    return front("vllm_nixl", [], list(engines), decode_role="both", **(usual | options))
+    return split_gateway("vllm_nixl", [], list(engines), decode_role="both", **(usual | options))
 
 
-def kill(halves: Sequence[Half]) -> None:
+def kill(halves: Sequence[ScriptedEngine]) -> None:
     for half in halves:
         half.die()
 
@@ -57,7 +57,7 @@ async def test_a_prompt_that_kills_engines_reaches_only_as_many_as_there_are_att
     async with whole([resets] * 8) as running:
         reply = await running.ask(words=3)
         assert (reply.status, reply.json["error"]["code"]) == (502, "upstream_failed")
-        assert sum(len(half.asked) for half in running.decode) == 3
+        assert sum(len(half.requests) for half in running.decode) == 3
         await running.at_rest()
 
 
@@ -86,7 +86,7 @@ async def test_a_split_request_succeeds_when_most_engines_of_a_role_died_at_once
 ) -> None:
     many, few = DEAD + ALIVE, ALIVE
     counts = (many, few) if half == "prefill" else (few, many)
-    async with front(
+    async with split_gateway(
         "vllm_nixl", [prefills()] * counts[0], [decodes] * counts[1], health=NO_PROBES
     ) as running:
         kill((running.prefill if half == "prefill" else running.decode)[:DEAD])
@@ -96,14 +96,14 @@ async def test_a_split_request_succeeds_when_most_engines_of_a_role_died_at_once
 
 
 async def test_a_stream_is_continued_by_an_engine_that_passes_its_check() -> None:
-    async def dies_with_most_others(asked: Asked) -> None:
+    async def dies_with_most_others(asked: EngineRequest) -> None:
         if "prompt" in asked.json:
             send_rest(asked)
             return
         send_token(asked)
         await asked.writer.drain()
         await asyncio.sleep(0.05)  # the token must arrive before the connection is lost
-        kill([half for half in running.decode[:DEAD] if asked not in half.asked])
+        kill([half for half in running.decode[:DEAD] if asked not in half.requests])
         asked.writer.transport.abort()
 
     models = [{"name": MODEL, "pool": "main", "resume": {}}]
@@ -118,7 +118,7 @@ async def test_a_stream_is_continued_by_an_engine_that_passes_its_check() -> Non
 
 async def test_a_retry_releases_its_budget_when_its_response_begins() -> None:
     async with whole(
-        [begins] * 3, policy="round_robin", retries={"budget": 0.0, "floor": 1}
+        [streams_one_token] * 3, policy="round_robin", retries={"budget": 0.0, "floor": 1}
     ) as running:
         kill(running.decode[:2])
         async with AsyncExitStack() as streams:
@@ -131,7 +131,7 @@ async def test_a_retry_releases_its_budget_when_its_response_begins() -> None:
 HEAD = {"id": "one", "model": MODEL, "created": 1}
 
 
-def send_token(asked: Asked) -> None:
+def send_token(asked: EngineRequest) -> None:
     asked.open_stream()
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     asked.event(HEAD | {"choices": [role], "prompt_token_ids": [1, 2], "usage": used(0)})
@@ -139,7 +139,7 @@ def send_token(asked: Asked) -> None:
     asked.event(HEAD | {"choices": [token], "usage": used(1)})
 
 
-def send_rest(asked: Asked) -> None:
+def send_rest(asked: EngineRequest) -> None:
     asked.open_stream()
     asked.event(
         HEAD | {"choices": [{"index": 0, "text": TEXT[1], "token_ids": [8]}], "usage": used(1)}

@@ -140,17 +140,17 @@ def corpus(good: str) -> Iterator[tuple[str, int, str]]:
     lines = good.splitlines()
     for mistake in MISTAKES:
         harness = 0
-        for at, line in enumerate(lines):
+        for index, line in enumerate(lines):
             spoilt, key = mistake.make(line), line.strip().partition(":")[0]
             allowed = key in ELSEWHERE or (mistake.name == "value missing" and key in OPTIONAL)
             if spoilt is None or spoilt == line or allowed or harness == MOST_OF_A_KIND:
                 continue
             harness += 1
-            place = at + 2 if mistake.name == "key twice" else at + 1
+            place = index + 2 if mistake.name == "key twice" else index + 1
             yield (
                 f"{mistake.name}: {line.strip()}",
                 place,
-                "\n".join([*lines[:at], spoilt, *lines[at + 1 :], ""]),
+                "\n".join([*lines[:index], spoilt, *lines[index + 1 :], ""]),
             )
 
 
@@ -168,9 +168,9 @@ async def test_two_hundred_bad_files_are_each_rejected_at_their_line_without_eff
         async with harness.load(users=2):
             for name, line, text in files:
                 outcome = await harness.app.reloader.put(text.encode(), "admin")
-                found = [problem.line for problem in outcome.problems]
-                if outcome.result != "rejected" or line not in found:
-                    wrong.append((name, line, outcome.result, found))
+                matches = [problem.line for problem in outcome.problems]
+                if outcome.result != "rejected" or line not in matches:
+                    wrong.append((name, line, outcome.result, matches))
                 await asyncio.sleep(0)
         assert wrong == []
         assert harness.app.gateway.snapshot is snapshot

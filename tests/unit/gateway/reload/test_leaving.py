@@ -51,11 +51,11 @@ async def held(harness: Running) -> Held:
     task = asyncio.create_task(harness.ask())
     await until(lambda: any(live.load.in_flight for live in harness.app.gateway.endpoints.all()))
     busy = next(live for live in harness.app.gateway.endpoints.all() if live.load.in_flight)
-    at = next(member for member in harness.members if member.url == busy.endpoint.url)
+    result = next(member for member in harness.members if member.url == busy.endpoint.url)
     for member in harness.members:
-        if member is not at:
+        if member is not result:
             member.group.restore()
-    return Held(task, busy, at.group)
+    return Held(task, busy, result.group)
 
 
 async def test_a_removed_endpoint_finishes_its_requests_and_gets_no_new_ones(
@@ -71,11 +71,11 @@ async def test_a_removed_endpoint_finishes_its_requests_and_gets_no_new_ones(
         for _ in range(4):
             assert await harness.ask() == "ok"
         assert busy.load.in_flight == 1, "the new ones went elsewhere"
-        found = {
-            each["name"]: each["state"]
-            for each in (await harness.asked("GET", "/endpoints"))[2]["endpoints"]
+        result = {
+            endpoint["name"]: endpoint["state"]
+            for endpoint in (await harness.asked("GET", "/endpoints"))[2]["endpoints"]
         }
-        assert found == {f"group-{number}": "leaving", f"group-{1 - number}": "up"}
+        assert result == {f"group-{number}": "leaving", f"group-{1 - number}": "up"}
         assert await one.let_go() == "ok"
         await until(lambda: len(names(harness)) == 1)
         await until(lambda: not busy.upstream.connections)
@@ -187,7 +187,7 @@ async def test_an_attribute_that_changes_takes_effect_on_the_same_endpoint(tmp_p
             "{name: group-0,", "{name: group-0, max_concurrency: 3, labels: {zone: a},"
         )
         status, reply = await harness.put(changed.replace("stall: 60s", "stall: 7s"))
-        assert [each["path"] for each in reply["changes"]] == [
+        assert [change["path"] for change in reply["changes"]] == [
             "pools.chat.endpoints.group-0.labels.zone",
             "pools.chat.endpoints.group-0.max_concurrency",
             "timeouts.stall",

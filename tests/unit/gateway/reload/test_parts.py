@@ -48,7 +48,7 @@ def reply(
     old: str, new: str, env: dict[str, str] | None = None, after: dict[str, str] | None = None
 ) -> list[str]:
     before = loaded(old, **(env or {}))
-    return [str(each) for each in changes(before, loaded(new, **(after or env or {})))]
+    return [str(change) for change in changes(before, loaded(new, **(after or env or {})))]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def reply(
     ],
 )
 def test_a_change_is_described_by_path_and_values(old: str, new: str, expected: list[str]) -> None:
-    found = reply(BASE, BASE.replace(old, new))
-    assert sorted(found) == sorted(expected)
+    result = reply(BASE, BASE.replace(old, new))
+    assert sorted(result) == sorted(expected)
 
 
 def test_a_changed_secret_is_a_change_without_visible_values() -> None:
@@ -111,16 +111,16 @@ def test_a_changed_secret_is_a_change_without_visible_values() -> None:
 
 
 def test_what_is_shown_has_every_default_and_no_resolved_reference() -> None:
-    found = shown(
+    result = shown(
         loaded(
             BASE.replace("name: a", "name: '${WHO}'") + "admin: {key: '${KEY}'}\n",
             WHO="x",
             KEY="sk-1",
         )
     )
-    assert found["pools"]["chat"]["endpoints"][0]["name"] == "${WHO}"
-    assert found["admin"]["key"] == "${KEY}"
-    assert found["timeouts"]["connect"] == 1.0
+    assert result["pools"]["chat"]["endpoints"][0]["name"] == "${WHO}"
+    assert result["admin"]["key"] == "${KEY}"
+    assert result["timeouts"]["connect"] == 1.0
 
 
 def test_engines_of_the_command_line_have_a_text_that_reads_back() -> None:
@@ -130,14 +130,14 @@ def test_engines_of_the_command_line_have_a_text_that_reads_back() -> None:
 
 def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    kept = Versions(folder)
+    versions = Versions(folder)
     for number in range(1, KEEP + 6):
         version = made(number, 1.0, "file", loaded(BASE + f"# {number}\n"), ())
-        kept.add(version)
-        kept.write(version, in_clear=number == KEEP)
+        versions.add(version)
+        versions.write(version, in_clear=number == KEEP)
     again = Versions(folder)
-    assert [each.number for each in again.all()] == list(range(6, KEEP + 6))
-    assert again.all()[-1] == kept.all()[-1]
+    assert [item.number for item in again.all()] == list(range(6, KEEP + 6))
+    assert again.all()[-1] == versions.all()[-1]
     secret = again.find(KEEP)
     assert secret is not None
     assert secret.text is None, "a text with a secret in it stays in memory"
@@ -146,10 +146,10 @@ def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_pat
 
 
 def test_a_damaged_version_is_ignored(tmp_path: Path) -> None:
-    kept = Versions(tmp_path)
-    kept.write(made(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
+    versions = Versions(tmp_path)
+    versions.write(made(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
     (tmp_path / "v00000002.json").write_text("{")
-    assert [each.number for each in Versions(tmp_path).all()] == [1]
+    assert [version.number for version in Versions(tmp_path).all()] == [1]
 
 
 async def test_version_numbers_continue_after_a_restart_and_can_be_rolled_back_to(
@@ -162,7 +162,7 @@ async def test_version_numbers_continue_after_a_restart_and_can_be_rolled_back_t
         port = first.members[0].url
     async with running(tmp_path, more=more) as second:
         history = (await second.asked("GET", "/config/versions"))[2]
-        assert [each["version"] for each in history["versions"]] == [3, 2, 1]
+        assert [version["version"] for version in history["versions"]] == [3, 2, 1]
         status, _, answer = await second.asked(
             "POST", "/config/rollback", params={"to": "2", "force": "1"}
         )
@@ -201,9 +201,9 @@ async def test_a_restarted_worker_uses_the_version_number_of_the_other_workers(
     workers = [
         App(running.config, Origin(running, local=local(number, version=6))) for number in range(2)
     ]
-    assert [each.reloader.version.number for each in workers] == [6, 6]
-    assert [each.reloader.versions.next_number for each in workers] == [7, 7]
-    assert [each.hash for each in Versions(state).all() if each.number == 6] == [
+    assert [worker.reloader.version.number for worker in workers] == [6, 6]
+    assert [worker.reloader.versions.next_number for worker in workers] == [7, 7]
+    assert [version.hash for version in Versions(state).all() if version.number == 6] == [
         workers[1].reloader.version.hash
     ]
 

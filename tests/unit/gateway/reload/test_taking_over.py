@@ -67,16 +67,16 @@ async def test_each_listener_limits_the_memory_of_connections_and_follows_a_relo
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path) as harness:
-        listening = [each for own in harness.app.sockets.values() for each in own]
-        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {
+        listening = [item for own in harness.app.sockets.values() for item in own]
+        assert {item.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for item in listening} == {
             256 * 1024
         }
         assert (await harness.put(harness.text() + "limits: {send_buffer: 64KiB}\n"))[0] == 200
-        assert {each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in listening} == {
+        assert {item.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for item in listening} == {
             64 * 1024
         }
         assert {
-            each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for each in listening
+            item.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for item in listening
         } == {16 * 1024}
 
 
@@ -210,7 +210,7 @@ async def test_concurrent_changes_are_applied_in_turn_and_the_last_one_stays(
         outcomes = await asyncio.gather(
             *(harness.app.reloader.put(text.encode(), "admin") for text in texts)
         )
-        assert [each.version.number for each in outcomes] == [2, 3, 4, 5, 6, 7]
+        assert [outcome.version.number for outcome in outcomes] == [2, 3, 4, 5, 6, 7]
         assert harness.app.gateway.snapshot.config.timeouts.stall == 15.0
 
 
@@ -229,7 +229,7 @@ async def test_a_dry_run_reports_every_change_and_makes_none(tmp_path: Path) -> 
             "dry_run",
             ["listeners.api.port"],
         )
-        assert [each["text"] for each in reply["changes"]] == [
+        assert [change["text"] for change in reply["changes"]] == [
             "listeners.api.port: 0 -> 1",
             "pools.chat.policy: prefix_aware -> least_loaded",
             f"pools.chat.endpoints.group-1: removed {harness.members[1].url}",
@@ -250,7 +250,7 @@ async def test_a_rollback_is_a_new_version_with_an_old_text(tmp_path: Path) -> N
             "pools.chat.policy: least_loaded -> prefix_aware",
         )
         status, _, reply = await harness.asked("GET", "/config/versions")
-        assert [(each["version"], each["source"]) for each in reply["versions"]] == [
+        assert [(version["version"], version["source"]) for version in reply["versions"]] == [
             (3, "rollback"),
             (2, "admin"),
             (1, "start"),
@@ -282,18 +282,18 @@ async def test_no_secret_is_in_any_page_message_version_or_change(
         f"  - {{name: default, key: '${{NONE:-default-{CANARY}}}'}}\nreload: {{state_dir: {tmp_path}/state}}\n"
     )
     async with running(tmp_path, more=more) as harness:
-        seen = []
+        observed = []
         (tmp_path / "key").write_text(f"file-{CANARY}-2")
         await harness.hears("tenants.ref.key")
         changed = (harness.text() + more).replace(f"plain-{CANARY}-1", f"plain-{CANARY}-2")
-        seen.append(dumped(await harness.put(changed, params={"dry_run": "1"})))
-        seen.append(dumped(await harness.put(changed)))
+        observed.append(dumped(await harness.put(changed, params={"dry_run": "1"})))
+        observed.append(dumped(await harness.put(changed)))
         engine = (
             harness.text(0).replace("name: group-0", "name: group-0, api_key: '${file:key}'") + more
         )
         harness.write(engine)  # a reference at a new place is refused over HTTP
         await harness.hears("api_key")
-        seen.append(dumped(await harness.put(engine)))
+        observed.append(dumped(await harness.put(engine)))
         for place in (
             "labels: {x: '${file:key}'}",
             "role: '${file:key}'",
@@ -301,16 +301,16 @@ async def test_no_secret_is_in_any_page_message_version_or_change(
         ):
             status, reply = await harness.put(engine.replace("api_key: '${file:key}'", place))
             assert status == 400, reply
-            seen.append(dumped([status, reply]))
-        seen.append(dumped(await harness.put(engine.replace("key: plain-", "key: [plain-"))))
-        seen += [
+            observed.append(dumped([status, reply]))
+        observed.append(dumped(await harness.put(engine.replace("key: plain-", "key: [plain-"))))
+        observed += [
             dumped(await harness.asked("GET", path))
             for path in ("/config", "/config/versions", "/endpoints")
         ]
         async with harness.http.get(harness.app.admin_url + "/metrics") as page:
-            seen.append(await page.text())
-        seen += [path.read_text() for path in (tmp_path / "state").iterdir()]
-        reply = "\n".join([*seen, *harness.said, caplog.text])
+            observed.append(await page.text())
+        observed += [path.read_text() for path in (tmp_path / "state").iterdir()]
+        reply = "\n".join([*observed, *harness.said, caplog.text])
         assert "tenants.plain.key" in reply
         assert "added ${file:key}" in reply or "none -> ${file:key}" in reply
         assert CANARY not in reply
@@ -378,9 +378,9 @@ async def test_reloads_under_load_fail_no_request_and_block_the_loop_for_less_th
 
 
 async def test_a_gateway_without_a_file_can_be_changed_and_rolled_back(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     begun = from_engines(["http://127.0.0.1:9"], "least_loaded", "127.0.0.1", 0, 0)
-    app = App(begun.config, Origin(begun, None, {}, lambda line, bad: said.append(line)))
+    app = App(begun.config, Origin(begun, None, {}, lambda line, bad: lines.append(line)))
     assert (await app.reloader.reload("signal")).result == "nothing"
     text = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {engines: {endpoints: [{url: 'http://h:9'}]}}"
     outcome = await app.reloader.put(text.encode(), "admin", options=FORCE)
@@ -394,7 +394,7 @@ async def test_a_gateway_without_a_file_can_be_changed_and_rolled_back(tmp_path:
     )
     assert (await app.reloader.rollback(1, options=FORCE)).result == "applied"
     assert app.gateway.snapshot.policies["engines"].name == "least_loaded"
-    assert [line.split(" (")[0] for line in said] == [
+    assert [line.split(" (")[0] for line in lines] == [
         "reloaded PUT config v2",
         "reloaded command line v3",
     ]
@@ -431,8 +431,8 @@ async def test_an_unreadable_text_is_rejected_in_the_shape_of_all_outcomes(
     tmp_path: Path, headers: dict[str, str], body: bytes, status: int, message: str
 ) -> None:
     async with running(tmp_path) as harness:
-        found, _, reply = await harness.asked("PUT", "/config", data=body, headers=headers)
-        assert (found, reply["result"], reply["problems"], reply["changes"]) == (
+        result, _, reply = await harness.asked("PUT", "/config", data=body, headers=headers)
+        assert (result, reply["result"], reply["problems"], reply["changes"]) == (
             status,
             "rejected",
             [],

@@ -33,7 +33,7 @@ class Collector:
                 self.resources.append(_plain(group["resource"]["attributes"]))
                 for scope in group["scopeSpans"]:
                     self.spans += [
-                        each | {"attributes": _plain(each["attributes"])} for each in scope["spans"]
+                        span | {"attributes": _plain(span["attributes"])} for span in scope["spans"]
                     ]
         self._came.set()
         return web.json_response({}, status=self.answer)
@@ -48,47 +48,47 @@ class Collector:
     def tree(self) -> dict[str, Any]:
         """Return the newest trace: names nested, children in order of their start."""
         trace = self.spans[-1]["traceId"]
-        mine = [each for each in self.spans if each["traceId"] == trace]
-        ids = {each["spanId"] for each in mine}
-        (root,) = [each for each in mine if each.get("parentSpanId", "") not in ids]
+        mine = [span for span in self.spans if span["traceId"] == trace]
+        ids = {span["spanId"] for span in mine}
+        (root,) = [span for span in mine if span.get("parentSpanId", "") not in ids]
         return {root["name"]: _below(root, mine)}
 
     def named(self, name: str) -> dict[str, Any]:
         """Return the newest span with that name."""
-        return next(each for each in reversed(self.spans) if each["name"].split()[0] == name)
+        return next(span for span in reversed(self.spans) if span["name"].split()[0] == name)
 
 
 def _below(parent: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, Any]:
-    own = [each for each in spans if each.get("parentSpanId") == parent["spanId"]]
-    assert all(int(each["startTimeUnixNano"]) <= int(each["endTimeUnixNano"]) for each in own)
+    own = [span for span in spans if span.get("parentSpanId") == parent["spanId"]]
+    assert all(int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"]) for span in own)
     return {
-        each["name"]: _below(each, spans)
-        for each in sorted(own, key=lambda each: int(each["startTimeUnixNano"]))
+        span["name"]: _below(span, spans)
+        for span in sorted(own, key=lambda span: int(span["startTimeUnixNano"]))
     }
 
 
 def _plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in attributes:
-        ((kind, value),) = each["value"].items()
+    result: dict[str, Any] = {}
+    for span in attributes:
+        ((kind, value),) = span["value"].items()
         if kind == "arrayValue":
             value = [next(iter(inner.values())) for inner in value["values"]]
-        found[each["key"]] = int(value) if kind == "intValue" else value
-    return found
+        result[span["key"]] = int(value) if kind == "intValue" else value
+    return result
 
 
 @asynccontextmanager
 async def collector() -> AsyncIterator[Collector]:
     """Run a collector until the block is left."""
-    kept = Collector()
+    receiver = Collector()
     app = web.Application(client_max_size=1 << 24)
-    app.router.add_post("/v1/traces", kept.take)
+    app.router.add_post("/v1/traces", receiver.take)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    kept.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
     try:
-        yield kept
+        yield receiver
     finally:
         await runner.cleanup()

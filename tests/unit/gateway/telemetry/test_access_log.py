@@ -29,7 +29,7 @@ async def test_the_loop_does_not_wait_for_the_start_of_the_writing_thread(
 ) -> None:
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
     monkeypatch.setattr(
-        accounting, "start_new_thread", lambda write, given: begun.append((write, given))
+        accounting, "start_new_thread", lambda write, rows: begun.append((write, rows))
     )
     file, dropped = tmp_path / "access.jsonl", Counter()
     log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
@@ -37,8 +37,8 @@ async def test_the_loop_does_not_wait_for_the_start_of_the_writing_thread(
     while not begun:
         await asyncio.sleep(0)
     assert file.read_bytes() == b""
-    ((write, given),) = begun
-    write(*given)
+    ((write, rows),) = begun
+    write(*rows)
     await log.close()
     assert file.read_bytes().count(b'"req_1"') == 1
     assert dropped.value == 0
@@ -74,4 +74,4 @@ async def test_a_moved_file_is_closed_without_a_new_line(tmp_path: Path) -> None
         await asyncio.sleep(0.001)
     log.write(LINE)
     await log.close()
-    assert [each.read_bytes().count(b'"req_1"') for each in sorted(tmp_path.iterdir())] == [1, 1]
+    assert [file.read_bytes().count(b'"req_1"') for file in sorted(tmp_path.iterdir())] == [1, 1]

@@ -71,8 +71,8 @@ def test_processes_that_share_a_file_rotate_it_without_losing_or_tearing_a_line(
     files = list(tmp_path.iterdir())
     assert len(files) > LINES * PROCESSES * 200 // 8192 // 2
     assert all(each.stat().st_size <= 8192 + PROCESSES * 4 * 220 for each in files)
-    found = Counter(lines_of(*files))
-    assert found == Counter(
+    counter = Counter(lines_of(*files))
+    assert counter == Counter(
         f"{name}-{each} {'x' * 200}" for name in range(PROCESSES) for each in range(LINES)
     )
 

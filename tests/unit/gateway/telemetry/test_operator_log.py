@@ -20,11 +20,11 @@ def record(
     try:
         raise RuntimeError("no luck")
     except RuntimeError:
-        made = logging.LogRecord(
+        log_record = logging.LogRecord(
             "penstock", level, "", 1, message, None, sys.exc_info() if failed else None
         )
-    made.created = 1_700_000_000.25
-    return made
+    log_record.created = 1_700_000_000.25
+    return log_record
 
 
 def test_a_line_of_text_has_time_level_and_the_number_of_the_worker() -> None:
@@ -44,9 +44,9 @@ def test_text_of_an_engine_can_neither_forge_a_line_nor_control_a_terminal() -> 
 
 def test_a_line_of_json_holds_the_message_as_it_was() -> None:
     line = JsonFormatter(2).format(record(HOSTILE))
-    told = json.loads(line)
-    assert (told["message"], told["level"], told["worker"]) == (HOSTILE, "warning", 2)
-    assert told["time"] == "2023-11-14T22:13:20.250Z"
+    entry = json.loads(line)
+    assert (entry["message"], entry["level"], entry["worker"]) == (HOSTILE, "warning", 2)
+    assert entry["time"] == "2023-11-14T22:13:20.250Z"
     assert line.isprintable()
 
 

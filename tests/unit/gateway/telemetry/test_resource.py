@@ -11,7 +11,7 @@ from gateway.util.version import own_version
 
 
 def named(env: dict[str, str]) -> dict[str, object]:
-    return {each.key: next(iter(each.value.values())) for each in attributes(env)}
+    return {attribute.key: next(iter(attribute.value.values())) for attribute in attributes(env)}
 
 
 def test_each_process_has_its_own_instance_id() -> None:
@@ -22,15 +22,15 @@ def test_each_process_has_its_own_instance_id() -> None:
 
 
 def test_the_environment_adds_attributes_and_replaces_the_gateways_own() -> None:
-    found = named(
+    result = named(
         {
             "OTEL_RESOURCE_ATTRIBUTES": " k8s.pod.name = gw-0, team=a%2Cb%20c,service.instance.id=gw-0,service.name=x,",
             "OTEL_SERVICE_NAME": "router",
         }
     )
-    assert found["k8s.pod.name"] == "gw-0"
-    assert found["team"] == "a,b c"
-    assert (found["service.instance.id"], found["service.name"]) == ("gw-0", "router")
+    assert result["k8s.pod.name"] == "gw-0"
+    assert result["team"] == "a,b c"
+    assert (result["service.instance.id"], result["service.name"]) == ("gw-0", "router")
     assert (
         named({"OTEL_RESOURCE_ATTRIBUTES": "service.name=x", "OTEL_SERVICE_NAME": ""})[
             "service.name"

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from gateway.telemetry import otlp
-from tests.chaos.house import House, house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.unit.gateway.telemetry.otlp_collector import collector
 
 LOOK_S = 0.3
@@ -42,10 +42,10 @@ pools: {{main: {{endpoints: [{{url: "{url}", api_key: "{engine}"}}]}}}}
 """
 
 
-def taken(home: House, traces: str) -> str:
+def taken(fleet: GatewayFleet, traces: str) -> str:
     """Return a valid configuration that contains every secret in clear text."""
     keys = {name: CANARIES[f"{what} key"] for name, what in WHOSE.items()}
-    return TAKEN.format(url=home.groups[0].url, traces=traces, **keys)
+    return TAKEN.format(url=fleet.groups[0].url, traces=traces, **keys)
 
 
 WHOSE = {
@@ -68,16 +68,16 @@ async def said(http: aiohttp.ClientSession, url: str, accept: str) -> str:
     return text
 
 
-async def every_page(home: House) -> dict[str, str]:
+async def every_page(fleet: GatewayFleet) -> dict[str, str]:
     """Return all GET pages of the admin server, in both formats."""
-    server = next(runner.app for runner in home.app._runners if _paths(runner.app) & {"/metrics"})  # type: ignore[attr-defined]
+    server = next(runner.app for runner in fleet.app._runners if _paths(runner.app) & {"/metrics"})  # type: ignore[attr-defined]
     pages = {
         f"{path} as {accept}": path
         for path in _paths(server)
         for accept in ("*/*", "application/openmetrics-text")
     }
     return {
-        name: await said(home.http, home.app.admin_url + path, name.split(" as ")[1])
+        name: await said(fleet.http, fleet.app.admin_url + path, name.split(" as ")[1])
         for name, path in pages.items()
     }
 
@@ -92,7 +92,7 @@ def _paths(app: aiohttp.web.Application) -> set[str]:
     }
 
 
-async def ask(home: House, key: str, **headers: str) -> tuple[str, str]:
+async def ask(fleet: GatewayFleet, key: str, **headers: str) -> tuple[str, str]:
     """Send a request; return its id and the whole response."""
     body = {
         "model": "demo-8b",
@@ -100,8 +100,8 @@ async def ask(home: House, key: str, **headers: str) -> tuple[str, str]:
         "messages": [{"role": "user", "content": CANARIES["a prompt"]}],
     }
     sent = {"Authorization": f"Bearer {key}", "Cookie": f"a={CANARIES['a cookie']}"} | headers
-    async with home.http.post(
-        f"{home.app.url}/v1/chat/completions", json=body, headers=sent
+    async with fleet.http.post(
+        f"{fleet.app.url}/v1/chat/completions", json=body, headers=sent
     ) as answer:
         return answer.headers.get(
             "x-request-id", ""
@@ -115,21 +115,21 @@ async def test_no_secret_appears_in_any_output_of_the_gateway(
     caplog.set_level(logging.DEBUG)
     log, heard = tmp_path / "access.log", {}
     async with collector() as there:
-        seen = {"access_log": str(log), "access_blocks": True, "tenants": True}
-        seen["traces"] = {
+        observability = {"access_log": str(log), "access_blocks": True, "tenants": True}
+        observability["traces"] = {
             "endpoint": there.url,
             "ratio": 1.0,
             "key": CANARIES["the collector's key"],
         }
-        async with house(
+        async with gateway_fleet(
             1,
             tenants=[{"name": "acme", "key": CANARIES["a tenant's key"]}],
-            observability=seen,
+            observability=observability,
             admin={"key": CANARIES["the admin's key"]},
-        ) as home:
+        ) as fleet:
             session = {"x-session-id": CANARIES["a session's name"]}
-            served, heard["an answer"] = await ask(home, CANARIES["a tenant's key"], **session)
-            _, heard["a refusal"] = await ask(home, CANARIES["a key that nobody has"])
+            served, heard["an answer"] = await ask(fleet, CANARIES["a tenant's key"], **session)
+            _, heard["a refusal"] = await ask(fleet, CANARIES["a key that nobody has"])
             offered = OFFERED.format(key=CANARIES["a key in an offered configuration"]).encode()
             right = CANARIES["the admin's key"]
             admin = {"Authorization": f"Bearer {right}"}
@@ -138,23 +138,23 @@ async def test_no_secret_appears_in_any_output_of_the_gateway(
                 {"Authorization": f"Bearer {CANARIES['a key that nobody has']}"},
                 {},
             ):
-                async with home.http.put(
-                    home.app.admin_url + "/config", data=offered, headers=authorization
+                async with fleet.http.put(
+                    fleet.app.admin_url + "/config", data=offered, headers=authorization
                 ) as answer:
                     heard[f"an offered configuration, {answer.status}"] = await answer.text()
-            async with home.http.put(
-                home.app.admin_url + "/config", data=taken(home, there.url), headers=admin
+            async with fleet.http.put(
+                fleet.app.admin_url + "/config", data=taken(fleet, there.url), headers=admin
             ) as answer:
                 heard["a configuration that was taken over"] = await answer.text()
                 assert answer.status == 200, heard["a configuration that was taken over"]
-            assert home.app.gateway.endpoints.all()[0].key_header == {
+            assert fleet.app.gateway.endpoints.all()[0].key_header == {
                 "Authorization": f"Bearer {CANARIES[ENGINES]}"
             }
-            served, heard["another answer"] = await ask(home, CANARIES["a tenant's key"])
+            served, heard["another answer"] = await ask(fleet, CANARIES["a tenant's key"])
             await there.heard(15)
-            heard |= await every_page(home)
+            heard |= await every_page(fleet)
             heard["/explain"] = await said(
-                home.http, f"{home.app.admin_url}/explain/{served}", "*/*"
+                fleet.http, f"{fleet.app.admin_url}/explain/{served}", "*/*"
             )
         heard["traces"] = "".join(there.bodies)
     heard["the access log"], heard["the log"] = log.read_text(), caplog.text

@@ -28,11 +28,11 @@ SLO = Slo("interactive", 1.0, 0.05, 4.0)
 
 
 def candidate(slot: int, prefill_tokens: int = 0) -> Candidate:
-    each = Candidate(
+    built = Candidate(
         Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo"), EndpointLoad(slot)
     )
-    each.load.prefill_tokens = prefill_tokens
-    return each
+    built.load.prefill_tokens = prefill_tokens
+    return built
 
 
 def exchange(number: int = 1, **request: object) -> Exchange:
@@ -55,7 +55,7 @@ def answered(first_s: float, last_s: float, tokens: int, events: int | None = No
 def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
     Kept(metrics).answered(x, relay, relay.usage, 0.0)
-    return {labels: each.value for labels, each in metrics.goodput_total.children()}
+    return {labels: item.value for labels, item in metrics.goodput_total.children()}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_refused_request_is_shed_or_failed_and_a_bad_one_is_neither() -> None:
         x = exchange(number)
         x.status = status
         tracker.unanswered(x)
-    assert {labels[1]: each.value for labels, each in metrics.goodput_total.children()} == {
+    assert {labels[1]: item.value for labels, item in metrics.goodput_total.children()} == {
         "shed": 1,
         "failed": 2,
     }
@@ -120,14 +120,14 @@ def test_a_refused_request_is_shed_or_failed_and_a_bad_one_is_neither() -> None:
 def test_the_admission_outcome_has_the_latencies_that_the_client_saw() -> None:
     x = exchange()
     x.relay = answered(0.5, 0.5 + 9 * 0.04, 10)
-    seen = outcome_of(x)
-    assert (seen.ttft_s, seen.output_tokens, seen.cached_tokens, seen.ended) == (
+    observed = outcome_of(x)
+    assert (observed.ttft_s, observed.output_tokens, observed.cached_tokens, observed.ended) == (
         0.5,
         10,
         0,
         "served",
     )
-    assert seen.tpot_s == pytest.approx(0.04)
+    assert observed.tpot_s == pytest.approx(0.04)
 
 
 def test_a_request_without_a_response_is_dropped_unless_its_engine_rejected_it() -> None:
@@ -143,7 +143,7 @@ def test_computed_prompt_tokens_are_counted_by_cause() -> None:
     x.pick = Pick(chosen, 400, 1.0, 2, "test")
     relay = answered(0.1, 0.2, 10)
     Kept(metrics).answered(x, relay, Usage(1000, 10, 250), 0.0)
-    causes = {labels[0]: each.value for labels, each in metrics.prefill_tokens_total.children()}
+    causes = {labels[0]: item.value for labels, item in metrics.prefill_tokens_total.children()}
     assert causes == {"never_seen": 300, "spread": 300, "evicted": 150}
 
 
@@ -152,8 +152,8 @@ def test_regret_is_the_predicted_ttft_minus_that_of_the_fastest_candidate() -> N
     far.load.ready_at = 13.0
     ask = Ask(Request("r", "demo", "", 1000, 100), 10.0, Random(1))
     Kept(metrics).compare(ask, Pick(far, 0, 1.0, 2, "test", (0.0, 1.0), (near, far)))
-    seen = metrics.pick_regret_seconds
-    assert (sum(seen.counts), seen.sum) == (1, pytest.approx(3.0))
+    observed = metrics.pick_regret_seconds
+    assert (sum(observed.counts), observed.sum) == (1, pytest.approx(3.0))
 
 
 # Explaining
@@ -180,8 +180,8 @@ def test_the_ring_holds_the_newest_requests_without_their_contents() -> None:
 
 def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None:
     policy, members = Priced().build(), [candidate(slot) for slot in range(3)]
-    for each in members:
-        each.load.ready_at = float(3 - each.load.slot)
+    for member in members:
+        member.load.ready_at = float(3 - member.load.slot)
     x, ring = exchange(stream=True), Explained(1)
     assert x.call is not None
     x.asked = Ask(x.call.request, 0.0, Random(1), (0, 0, 0))
@@ -197,10 +197,10 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
     pick = page["pick"]
     assert isinstance(pick, dict)
     assert (pick["policy"], pick["endpoint"], pick["runner_up"]) == ("priced", "tp2", "tp1")
-    assert [each["endpoint"] for each in pick["candidates"]] == ["tp2", "tp1", "tp0"]
+    assert [item["endpoint"] for item in pick["candidates"]] == ["tp2", "tp1", "tp0"]
     best, second, last = pick["candidates"]
-    for each in (best, second):
-        assert sum(each["terms"].values()) == pytest.approx(-each["score"])
+    for member in (best, second):
+        assert sum(member["terms"].values()) == pytest.approx(-member["score"])
     assert "terms" not in last
 
 
@@ -248,19 +248,19 @@ def test_no_length_is_learned_from_a_broken_response() -> None:
 def test_the_first_responses_of_a_kind_are_learned_from_one_by_one_and_later_ones_in_batches() -> (
     None
 ):
-    tracker, seen = Kept(Metrics()), []
+    tracker, observed = Kept(Metrics()), []
     for number in range(AT_ONCE + 2 * BATCH):
         x, relay = exchange(number), answered(0.5, 1.0, 10 if number < AT_ONCE else 30)
         assert x.call is not None
         x.call.estimated_tokens = 500
         relay._reason = b'"finish_reason":"stop"'
         tracker.answered(x, relay, relay.usage, 0.0)
-        seen.append(tracker.lengths.expected("demo", "", SLO.name))
-    assert seen[0] == seen[AT_ONCE + BATCH - 2] == 10
-    assert seen[AT_ONCE + BATCH - 1] == pytest.approx(
+        observed.append(tracker.lengths.expected("demo", "", SLO.name))
+    assert observed[0] == observed[AT_ONCE + BATCH - 2] == 10
+    assert observed[AT_ONCE + BATCH - 1] == pytest.approx(
         (AT_ONCE * 10 + BATCH * 30) / (AT_ONCE + BATCH)
     )
-    assert seen[-1] == pytest.approx(20)  # every response counts, as if learned one by one
+    assert observed[-1] == pytest.approx(20)  # every response counts, as if learned one by one
     assert tracker.prompts.corrected("demo", False, 500) == 1000
 
 
@@ -311,7 +311,7 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
     accounts.close(refused)
     assert not dict(metrics.requests_total.children())
     await asyncio.sleep(0)
-    assert {labels: each.value for labels, each in metrics.requests_total.children()} == {
+    assert {labels: item.value for labels, item in metrics.requests_total.children()} == {
         ("demo", "503", "no_capacity"): 1.0
     }
 

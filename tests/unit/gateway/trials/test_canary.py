@@ -50,13 +50,13 @@ def test_a_request_without_a_session_is_sampled_by_its_id() -> None:
 def test_a_larger_percentage_keeps_the_selected_sessions() -> None:
     few, more = canary(percent=5), canary(percent=25)
     sessions = [request(0, f"session {number}") for number in range(5000)]
-    assert all(more.takes(each) for each in sessions if few.takes(each))
+    assert all(more.takes(session) for session in sessions if few.takes(session))
 
 
 def test_a_session_id_that_is_not_utf_8_is_sampled_too() -> None:
     part = canary(percent=50)
     sessions = [bytes([255, number]).decode("utf-8", "surrogateescape") for number in range(200)]
-    assert {part.takes(request(0, each)) for each in [*sessions, "\ud800"]} == {True, False}
+    assert {part.takes(request(0, item)) for item in [*sessions, "\ud800"]} == {True, False}
 
 
 def test_exactly_the_named_tenants_are_selected() -> None:
@@ -92,19 +92,19 @@ def test_a_request_that_outlives_its_canary_is_not_counted() -> None:
 async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as made:
-        canaried = made.text().replace(
+    async with running(tmp_path) as harness:
+        canaried = harness.text().replace(
             PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n"
         )
-        assert (await made.put(canaried))[0] == 200
-        before = made.app.gateway.snapshot.tried["chat"]
+        assert (await harness.put(canaried))[0] == 200
+        before = harness.app.gateway.snapshot.tried["chat"]
         for number in range(24):
-            assert await made.ask(f"prompt {number}") == "ok"
-        _, _, results = await made.asked("GET", "/canary")
+            assert await harness.ask(f"prompt {number}") == "ok"
+        _, _, results = await harness.asked("GET", "/canary")
         [pool] = results["canaries"]
         assert (pool["pool"], pool["share"]) == ("chat", "50 %")
         primary, other = pool["sides"]
-        assert [(each["side"], each["policy"]) for each in pool["sides"]] == [
+        assert [(side["side"], side["policy"]) for side in pool["sides"]] == [
             ("primary", "prefix_aware"),
             ("canary", "round_robin"),
         ]
@@ -114,16 +114,16 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
         assert primary["goodput"] == other["goodput"] == 1.0
         assert primary["failed"] == other["shed"] == 0
         assert primary["ttft_p50_s"] > 0
-        assert (await made.put(canaried + "retries: {floor: 5}\n"))[0] == 200
-        assert made.app.gateway.snapshot.tried["chat"] is before
-        assert (await made.put(made.text().replace("prefix_aware", "round_robin")))[0] == 200
-        assert made.app.gateway.snapshot.policies["chat"] is before.canary
-        assert (await made.asked("GET", "/canary"))[2] == {"canaries": []}
-        assert not list(made.app.metrics.trials.requests.children())
+        assert (await harness.put(canaried + "retries: {floor: 5}\n"))[0] == 200
+        assert harness.app.gateway.snapshot.tried["chat"] is before
+        assert (await harness.put(harness.text().replace("prefix_aware", "round_robin")))[0] == 200
+        assert harness.app.gateway.snapshot.policies["chat"] is before.canary
+        assert (await harness.asked("GET", "/canary"))[2] == {"canaries": []}
+        assert not list(harness.app.metrics.trials.requests.children())
 
 
 async def test_an_invalid_canary_is_rejected_with_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
+    async with running(tmp_path) as harness:
         for part, words in (
             ("{policy: round_robin}", "needs either percent or tenants"),
             ("{policy: round_robin, percent: 5, tenants: [a]}", "needs either percent or tenants"),
@@ -131,15 +131,16 @@ async def test_an_invalid_canary_is_rejected_with_its_place(tmp_path: Path) -> N
             ("{policy: rund_robin, percent: 5}", 'did you mean "round_robin"?'),
             ("{policy: round_robin, tenants: [nobody]}", "there is no tenant 'nobody'"),
         ):
-            status, results = await made.put(
-                made.text().replace(PLAIN, PLAIN + f"    canary: {part}\n")
+            status, results = await harness.put(
+                harness.text().replace(PLAIN, PLAIN + f"    canary: {part}\n")
             )
             assert status == 400, part
             assert any(
-                words in each["text"] and "canary" in each["path"] for each in results["problems"]
+                words in problem["text"] and "canary" in problem["path"]
+                for problem in results["problems"]
             ), results
-        status, results = await made.put(
-            made.text().replace(PLAIN, PLAIN + "    shadow: [round_robin, priecd]\n")
+        status, results = await harness.put(
+            harness.text().replace(PLAIN, PLAIN + "    shadow: [round_robin, priecd]\n")
         )
         assert status == 400
         assert results["problems"][0]["path"] == "pools.chat.shadow[1]"

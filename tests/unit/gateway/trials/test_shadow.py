@@ -55,12 +55,12 @@ class Route:
     name = "demo"
 
     def __init__(self) -> None:
-        made = [
+        results = [
             Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo")
             for slot in range(2)
         ]
         self.candidates = tuple(
-            Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(made)
+            Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(results)
         )
         ledger.book(
             self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic()
@@ -79,9 +79,9 @@ def exchange(ask: Ask, took_s: float) -> Exchange:
 
 
 def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
-    found = [Named(f"{each.name}-{at}", each) for at, each in enumerate(policies)]
+    matches = [Named(f"{each.name}-{index}", each) for index, each in enumerate(policies)]
     shadows, metrics = (
-        Shadows("main", found, stand_in(EndpointTable, Table()), registry.build(primary, {})),
+        Shadows("main", matches, stand_in(EndpointTable, Table()), registry.build(primary, {})),
         Metrics(),
     )
     shadows.follow(metrics)
@@ -243,14 +243,14 @@ async def test_a_shadow_with_too_few_evaluations_is_inconclusive(
 
 def test_two_shadows_with_one_policy_are_named_by_their_parameters() -> None:
     policy = registry.build("least_loaded", {})
-    found = named(
+    result = named(
         [
             ("least_loaded", {}, policy),
             ("least_loaded", {"fresh_s": 1.0}, policy),
             ("priced", {}, policy),
         ]
     )
-    assert [each.name for each in found] == [
+    assert [each.name for each in result] == [
         "least_loaded()",
         "least_loaded(fresh_s=1.0)",
         "priced",

@@ -56,7 +56,10 @@ def written(
 def problems(file: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         examine(file, {})
-    return [f"{each.line}:{each.col} {each.path} {each.message}" for each in caught.value.problems]
+    return [
+        f"{problem.line}:{problem.col} {problem.path} {problem.message}"
+        for problem in caught.value.problems
+    ]
 
 
 def test_relative_paths_start_at_the_folder_of_the_configuration(
@@ -68,17 +71,17 @@ def test_relative_paths_start_at_the_folder_of_the_configuration(
 
 
 def test_a_missing_file_is_an_error_at_its_line_and_column(tmp_path: Path, good: Files) -> None:
-    found = problems(written(tmp_path, certificate="none.pem"))
-    assert len(found) == 1
-    assert found[0].startswith("5:20 listeners.api.tls.certificate ")
-    assert found[0].endswith("none.pem cannot be read: No such file or directory")
+    result = problems(written(tmp_path, certificate="none.pem"))
+    assert len(result) == 1
+    assert result[0].startswith("5:20 listeners.api.tls.certificate ")
+    assert result[0].endswith("none.pem cannot be read: No such file or directory")
 
 
 @pytest.mark.usefixtures("good")
 def test_a_key_of_another_certificate_is_an_error(tmp_path: Path, authority: Authority) -> None:
     authority.issue("other", "localhost")
-    found = problems(written(tmp_path, key="other.key"))
-    assert found == ["6:12 listeners.api.tls.key does not belong to the certificate"]
+    result = problems(written(tmp_path, key="other.key"))
+    assert result == ["6:12 listeners.api.tls.key does not belong to the certificate"]
 
 
 def test_an_expired_certificate_is_a_warning_with_its_date(
@@ -96,12 +99,12 @@ def test_certificates_are_listed_with_their_expiry_and_problems(
 ) -> None:
     authority.issue("server", "localhost", expired=True)
     config = examine(written(tmp_path), {}).config
-    (found,) = certificates(config, JANUARY_2020 + 60)
-    assert (found.path, found.file) == (
+    (result,) = certificates(config, JANUARY_2020 + 60)
+    assert (result.path, result.file) == (
         "listeners.api.tls.certificate",
         str(tmp_path / "server.pem"),
     )
-    assert (found.not_after, found.doubt) == (JANUARY_2020 + 86400, None)
+    assert (result.not_after, result.doubt) == (JANUARY_2020 + 86400, None)
     (early,) = certificates(config, JANUARY_2020 - 1)
     assert early.doubt == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
     (late,) = certificates(config, JANUARY_2020 + 86401)
@@ -112,35 +115,35 @@ def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
     """Return a listener for the configuration, and a function that reloads the file."""
 
     def section() -> ListenerTls:
-        found = examine(file, {}).config.listeners.api.tls
-        assert found is not None
-        return found
+        result = examine(file, {}).config.listeners.api.tls
+        assert result is not None
+        return result
 
-    made = TlsListener(section(), asyncio.Protocol, 1.0, lambda: None)
-    return made, lambda: made.follow(section())
+    tls_listener = TlsListener(section(), asyncio.Protocol, 1.0, lambda: None)
+    return tls_listener, lambda: tls_listener.follow(section())
 
 
 def test_a_listener_starts_with_an_expired_certificate_and_logs_its_date(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority.issue("server", "localhost", expired=True)
-    made, follow = listener(written(tmp_path))
-    assert made.not_after == JANUARY_2020 + 86400
+    tls_listener, follow = listener(written(tmp_path))
+    assert tls_listener.not_after == JANUARY_2020 + 86400
     assert "server.pem expired on 2020-01-02" in caplog.text
     authority.issue("server", "localhost")
     follow()
-    assert made.not_after > time.time()
+    assert tls_listener.not_after > time.time()
 
 
 def test_a_valid_certificate_is_not_replaced_by_an_expired_one(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority.issue("server", "localhost")
-    made, follow = listener(written(tmp_path))
-    before = made.not_after
+    tls_listener, follow = listener(written(tmp_path))
+    before = tls_listener.not_after
     authority.issue("server", "localhost", expired=True)
     follow()
-    assert made.not_after == before
+    assert tls_listener.not_after == before
     assert "cannot be used: it has expired" in caplog.text
 
 
@@ -161,8 +164,8 @@ def test_files_with_other_content_are_errors(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("good")
 def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
-    found = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
-    assert found == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
+    result = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
+    assert result == ["7:16 listeners.api.tls.ciphers has no cipher that OpenSSL knows"]
 
 
 @pytest.mark.usefixtures("good")
@@ -171,12 +174,12 @@ def test_a_replaced_file_is_a_change_without_restart(tmp_path: Path, authority: 
     authority.issue("server", "localhost")
     after = examine(written(tmp_path), {})
     assert before.digest != after.digest
-    found = changes(before, after)
-    assert [str(each) for each in found] == [
+    result = changes(before, after)
+    assert [str(item) for item in result] == [
         "listeners.api.tls.certificate: server.pem has another value now",
         "listeners.api.tls.key: server.key has another value now",
     ]
-    assert _bound(found) == ()
+    assert _bound(result) == ()
 
 
 @pytest.mark.usefixtures("good")
@@ -225,7 +228,7 @@ def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Fi
     pair = tls.KeyPair(str(good.certificate), str(good.key))
     context = tls.server_context(tls.ServerSettings((pair,)))
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
-    old = [each["name"] for each in context.get_ciphers() if each["protocol"] != "TLSv1.3"]
+    old = [item["name"] for item in context.get_ciphers() if item["protocol"] != "TLSv1.3"]
     assert old
     assert all(name.startswith("ECDHE-") and ("GCM" in name or "CHACHA20" in name) for name in old)
 
@@ -243,7 +246,7 @@ def test_disabled_verification_causes_a_warning(tmp_path: Path, tail: str, path:
     file = tmp_path / "penstock.yaml"
     file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
     loaded: Loaded = examine(file, {})
-    assert [each.path for each in loaded.warnings] == [path]
+    assert [warning.path for warning in loaded.warnings] == [path]
 
 
 def test_a_plain_listener_uses_its_http_protocols_directly() -> None:

@@ -44,15 +44,15 @@ OBJECT = {
 
 def answer(**members: Any) -> Answer:
     body = {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], **members}
-    found = read_answer(json.dumps(body).encode())
-    assert isinstance(found, Answer)
-    return found
+    result = read_answer(json.dumps(body).encode())
+    assert isinstance(result, Answer)
+    return result
 
 
 def words(edits: Edits) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(b"{" + edits.put[1:] + b"}")
+    members: dict[str, Any] = json.loads(b"{" + edits.put[1:] + b"}")
     assert edits.put[:1] == b","
-    return found
+    return members
 
 
 def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
@@ -83,11 +83,11 @@ def test_a_pulling_decoder_gets_the_object_as_it_came() -> None:
 
 
 def test_a_decoder_of_033_reports_what_the_prefiller_had_cached() -> None:
-    found = dialects.named("vllm_nixl").decode(
+    edits = dialects.named("vllm_nixl").decode(
         TERMS, answer(kv_transfer_params=OBJECT | {"remote_prefill_cached_tokens": 16})
     )
-    assert isinstance(found, Handover)
-    assert found.reports_own_cache
+    assert isinstance(edits, Handover)
+    assert edits.reports_own_cache
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
     told: str, prefill_host: str, given: str
 ) -> None:
     terms = msgspec.structs.replace(TERMS, prefill_host=prefill_host)
-    found = dialects.named("vllm_nixl").decode(
+    edits = dialects.named("vllm_nixl").decode(
         terms, answer(kv_transfer_params=OBJECT | {"remote_host": told})
     )
-    assert isinstance(found, Handover)
-    assert words(found.edits)["kv_transfer_params"] == OBJECT | {"remote_host": given}
+    assert isinstance(edits, Handover)
+    assert words(edits.edits)["kv_transfer_params"] == OBJECT | {"remote_host": given}
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_an_answer_with_invalid_text_or_counts_is_unusable(raw: bytes) -> None:
 
 
 def test_an_answer_without_counts_is_an_answer() -> None:
-    found = read_answer(b'{"choices":[{}],"usage":null}')
-    assert isinstance(found, Answer)
-    assert (found.prompt_tokens, found.cached_tokens) == (None, None)
+    edits = read_answer(b'{"choices":[{}],"usage":null}')
+    assert isinstance(edits, Answer)
+    assert (edits.prompt_tokens, edits.cached_tokens) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_an_object_that_is_too_large_or_too_deep_never_reaches_a_decoder(unread:
 
 
 def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
-    found = dialects.named("vllm_nixl").decode(
+    edits = dialects.named("vllm_nixl").decode(
         TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]})
     )
-    assert isinstance(found, Handover)
+    assert isinstance(edits, Handover)
 
 
 def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
     push = dialects.named("vllm_push")
-    told = {
+    report = {
         "remote_engine_id": "e",
         "remote_host": "localhost",
         "remote_port": 5600,
@@ -218,13 +218,13 @@ def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
     }
     body = {
         "choices": [{"finish_reason": "length"}],
-        "kv_transfer_params": told | {"transfer_mode": "push"},
+        "kv_transfer_params": report | {"transfer_mode": "push"},
     }
-    (who,) = push.identify(json.dumps(body).encode())
-    assert who == Identity("e", "localhost", 5600, 2, 1)
-    found = push.decode(msgspec.structs.replace(TERMS, identity=who), None)
-    assert isinstance(found, Handover)
-    assert words(found.edits) == {
+    (identity,) = push.identify(json.dumps(body).encode())
+    assert identity == Identity("e", "localhost", 5600, 2, 1)
+    edits = push.decode(msgspec.structs.replace(TERMS, identity=identity), None)
+    assert isinstance(edits, Handover)
+    assert words(edits.edits) == {
         "kv_transfer_params": {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -262,9 +262,9 @@ def test_mooncake_legs_share_a_transfer_id() -> None:
         },
     }
     assert mooncake.prefill(TERMS).headers == (("x-data-parallel-rank", "0"),)
-    found = mooncake.decode(TERMS, None)
-    assert isinstance(found, Handover)
-    assert words(found.edits) == {
+    edits = mooncake.decode(TERMS, None)
+    assert isinstance(edits, Handover)
+    assert words(edits.edits) == {
         "kv_transfer_params": {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -277,10 +277,10 @@ def test_mooncake_legs_share_a_transfer_id() -> None:
 
 def test_mooncake_bootstrap_addresses_of_ipv6_stand_in_brackets() -> None:
     terms = msgspec.structs.replace(TERMS, bootstrap=Bootstrap("fd00::7", 8998))
-    found = dialects.named("mooncake").decode(terms, None)
-    assert isinstance(found, Handover)
+    edits = dialects.named("mooncake").decode(terms, None)
+    assert isinstance(edits, Handover)
     assert (
-        words(found.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
+        words(edits.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
     )
 
 
@@ -303,11 +303,11 @@ def test_a_mooncake_prefill_that_was_not_cut_off_by_length_sends_nothing() -> No
 def test_sglang_sends_the_same_to_both_and_names_a_room() -> None:
     sglang = dialects.named("sglang")
     expected = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998, "bootstrap_room": ROOM}
-    found = sglang.decode(TERMS, None)
-    assert isinstance(found, Handover)
-    assert words(sglang.prefill(TERMS)) == words(found.edits) == expected
-    assert found.edits.drop == frozenset()
-    assert found.edits.keep is None
+    edits = sglang.decode(TERMS, None)
+    assert isinstance(edits, Handover)
+    assert words(sglang.prefill(TERMS)) == words(edits.edits) == expected
+    assert edits.edits.drop == frozenset()
+    assert edits.edits.keep is None
 
 
 CONTEXT = {
@@ -366,9 +366,9 @@ def test_only_an_engine_that_refuses_what_it_does_not_know_has_its_requests_cut_
 
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "prompt_token_ids"), (False, "prompt")])
 def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, prompt: str) -> None:
-    found = dialects.named("trtllm").decode(msgspec.structs.replace(TERMS, chat=chat), context())
-    assert isinstance(found, Handover)
-    assert words(found.edits) == {
+    edits = dialects.named("trtllm").decode(msgspec.structs.replace(TERMS, chat=chat), context())
+    assert isinstance(edits, Handover)
+    assert words(edits.edits) == {
         prompt: [1, 2, 3],
         "disaggregated_params": CONTEXT | {"request_type": "generation_only", "ctx_usage": USAGE},
     }
@@ -376,9 +376,9 @@ def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, p
 
 def test_trtllm_context_that_ended_is_the_answer() -> None:
     choice = {"index": 0, "text": "a", "finish_reason": "stop", "disaggregated_params": CONTEXT}
-    found = dialects.named("trtllm").decode(TERMS, context(choices=[choice]))
-    assert isinstance(found, Finished)
-    assert json.loads(found.body) == {
+    edits = dialects.named("trtllm").decode(TERMS, context(choices=[choice]))
+    assert isinstance(edits, Finished)
+    assert json.loads(edits.body) == {
         "id": "x",
         "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}],
         "usage": USAGE,
@@ -421,9 +421,9 @@ def test_trtllm_whole_answers_become_streams_if_requested() -> None:
     }
     events = as_events(json.dumps(whole).encode(), usage=True).split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
-    said, ended, usage = (json.loads(event[6:]) for event in events[:-2])
-    assert said["object"] == "chat.completion.chunk"
-    assert said["choices"][0]["delta"] == message
+    text, ended, usage = (json.loads(event[6:]) for event in events[:-2])
+    assert text["object"] == "chat.completion.chunk"
+    assert text["choices"][0]["delta"] == message
     assert ended["choices"][0]["finish_reason"] == "stop"
     assert usage["usage"] == USAGE
     assert b"usage" not in as_events(json.dumps(whole).encode(), usage=False)
@@ -439,8 +439,8 @@ def test_tool_calls_of_a_whole_answer_are_numbered_in_its_stream() -> None:
         "id": "x",
         "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
     }
-    said = json.loads(as_events(json.dumps(whole).encode(), usage=False).split(b"\n\n")[0][6:])
-    assert said["choices"][0]["delta"] == message | {
+    reply = json.loads(as_events(json.dumps(whole).encode(), usage=False).split(b"\n\n")[0][6:])
+    assert reply["choices"][0]["delta"] == message | {
         "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]
     }
 

@@ -29,9 +29,12 @@ SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tok
 BLOCK = SMALL.rank_block_bytes(0)
 
 
-def shape(made: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
+def shape(transfer_plan: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
     """Return (pair, lengths) of a group."""
-    return [(pair, made.runs(group, i).length.tolist()) for i, pair in enumerate(made.pairs(group))]
+    return [
+        (pair, transfer_plan.runs(group, i).length.tolist())
+        for i, pair in enumerate(transfer_plan.pairs(group))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,11 +67,11 @@ def test_how_many_pairs_a_plan_looks_at_is_known_beforehand(
 
 
 def test_equal_layouts_move_one_run_per_scattered_block() -> None:
-    made = plan(SMALL, SMALL, [5, 3, 8], [1, 7, 0], 48)
-    assert made.groups == 1
-    assert made.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
-    assert made.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
-    assert shape(made) == [(Pair(0, 0), [BLOCK] * 3)]
+    transfer_plan = plan(SMALL, SMALL, [5, 3, 8], [1, 7, 0], 48)
+    assert transfer_plan.groups == 1
+    assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
+    assert transfer_plan.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
+    assert shape(transfer_plan) == [(Pair(0, 0), [BLOCK] * 3)]
 
 
 def test_neighbouring_blocks_become_one_run() -> None:
@@ -78,18 +81,18 @@ def test_neighbouring_blocks_become_one_run() -> None:
 
 
 def test_a_group_of_layers_is_one_run_of_each_block() -> None:
-    made = plan(SMALL, SMALL, [5, 6], [1, 2], 32, group_layers=3)
-    assert [shape(made, group) for group in range(made.groups)] == [
+    transfer_plan = plan(SMALL, SMALL, [5, 6], [1, 2], 32, group_layers=3)
+    assert [shape(transfer_plan, group) for group in range(transfer_plan.groups)] == [
         [(Pair(0, 0), [3 * BLOCK // 4] * 2)],
         [(Pair(0, 0), [BLOCK // 4] * 2)],
     ]
-    assert (made.group_bytes(0), made.n_bytes) == (2 * 3 * BLOCK // 4, 2 * BLOCK)
+    assert (transfer_plan.group_bytes(0), transfer_plan.n_bytes) == (2 * 3 * BLOCK // 4, 2 * BLOCK)
 
 
 def test_a_long_run_is_cut() -> None:
-    made = plan(SMALL, SMALL, [5, 6], [1, 2], 32, most_run_bytes=BLOCK - 1)
-    assert shape(made) == [(Pair(0, 0), [BLOCK - 1, BLOCK - 1, 2])]
-    assert made.runs(0, 0).src.tolist() == [5 * BLOCK, 6 * BLOCK - 1, 7 * BLOCK - 2]
+    transfer_plan = plan(SMALL, SMALL, [5, 6], [1, 2], 32, most_run_bytes=BLOCK - 1)
+    assert shape(transfer_plan) == [(Pair(0, 0), [BLOCK - 1, BLOCK - 1, 2])]
+    assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 6 * BLOCK - 1, 7 * BLOCK - 2]
 
 
 def test_the_last_block_is_moved_whole_and_a_first_one_in_rows_of_a_head() -> None:
@@ -99,15 +102,15 @@ def test_the_last_block_is_moved_whole_and_a_first_one_in_rows_of_a_head() -> No
 
 
 def test_half_the_ranks_each_take_from_two() -> None:
-    made = plan(replace(SMALL, tp=4), replace(SMALL, tp=2), [0], [0], 16)
-    assert made.pairs(0) == ((0, 0), (1, 0), (2, 1), (3, 1))
-    assert shape(made)[1] == (Pair(1, 0), [16 * SMALL.row_bytes] * (4 * 2))
+    transfer_plan = plan(replace(SMALL, tp=4), replace(SMALL, tp=2), [0], [0], 16)
+    assert transfer_plan.pairs(0) == ((0, 0), (1, 0), (2, 1), (3, 1))
+    assert shape(transfer_plan)[1] == (Pair(1, 0), [16 * SMALL.row_bytes] * (4 * 2))
 
 
 def test_repeated_heads_are_taken_from_every_holder_in_turn() -> None:
     many = replace(SMALL, kv_heads=2, tp=8)
-    made = plan(many, replace(many, tp=2), [0], [0], 16, group_layers=1)
-    assert [made.pairs(group) for group in range(4)] == [
+    transfer_plan = plan(many, replace(many, tp=2), [0], [0], 16, group_layers=1)
+    assert [transfer_plan.pairs(group) for group in range(4)] == [
         ((0, 0), (4, 1)),
         ((1, 0), (5, 1)),
         ((2, 0), (6, 1)),
@@ -118,18 +121,21 @@ def test_repeated_heads_are_taken_from_every_holder_in_turn() -> None:
 
 def test_a_latent_goes_to_every_rank_from_one_each() -> None:
     latent = replace(SMALL, kv_heads=1, mla=True, tp=2)
-    made = plan(latent, replace(latent, tp=4), [0], [0], 16)
-    assert made.pairs(0) == ((0, 0), (0, 1), (1, 2), (1, 3))
+    transfer_plan = plan(latent, replace(latent, tp=4), [0], [0], 16)
+    assert transfer_plan.pairs(0) == ((0, 0), (0, 1), (1, 2), (1, 3))
 
 
 def test_stages_meet_only_where_they_share_layers() -> None:
-    made = plan(replace(SMALL, pp=2), replace(SMALL, pp=4), [0], [0], 16, group_layers=2)
-    assert [made.pairs(group) for group in range(2)] == [((0, 0), (0, 1)), ((1, 2), (1, 3))]
+    transfer_plan = plan(replace(SMALL, pp=2), replace(SMALL, pp=4), [0], [0], 16, group_layers=2)
+    assert [transfer_plan.pairs(group) for group in range(2)] == [
+        ((0, 0), (0, 1)),
+        ((1, 2), (1, 3)),
+    ]
 
 
 def test_another_order_is_cut_into_rows() -> None:
-    made = plan(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
-    assert shape(made) == [(Pair(0, 0), [SMALL.row_bytes] * (4 * 2 * 4 * 16))], (
+    transfer_plan = plan(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
+    assert shape(transfer_plan) == [(Pair(0, 0), [SMALL.row_bytes] * (4 * 2 * 4 * 16))], (
         "few could be joined, so none is"
     )
     one_head = replace(SMALL, tp=4)
@@ -140,22 +146,40 @@ def test_another_order_is_cut_into_rows() -> None:
 
 
 def test_windows_are_filled_to_the_limit_and_a_longer_run_stands_alone() -> None:
-    made = plan(SMALL, SMALL, [5, 3, 8, 10, 12], [1, 3, 5, 7, 9], 80)
-    assert list(made.windows(0, 2 * BLOCK)) == [
+    transfer_plan = plan(SMALL, SMALL, [5, 3, 8, 10, 12], [1, 3, 5, 7, 9], 80)
+    assert list(transfer_plan.windows(0, 2 * BLOCK)) == [
         (0, 0, 2, 2 * BLOCK),
         (0, 2, 2, 2 * BLOCK),
         (0, 4, 1, BLOCK),
     ]
-    assert list(made.windows(0, 2 * BLOCK - 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
-    assert list(made.windows(0, 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
-    cut = made.runs(0, 0).cut(1, 2)
+    assert list(transfer_plan.windows(0, 2 * BLOCK - 1)) == [
+        Window(0, i, 1, BLOCK) for i in range(5)
+    ]
+    assert list(transfer_plan.windows(0, 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
+    cut = transfer_plan.runs(0, 0).cut(1, 2)
     assert (cut.src.tolist(), cut.count, cut.n_bytes) == ([3 * BLOCK, 8 * BLOCK], 2, 2 * BLOCK)
 
 
 def test_groups_are_ready_when_all_their_layers_are() -> None:
-    made = plan(replace(SMALL, layers=7), replace(SMALL, layers=7), [0], [0], 16, group_layers=3)
-    assert [made.groups_ready(layers) for layers in range(9)] == [0, 0, 0, 1, 1, 1, 2, 3, 3]
-    assert [made.layers(group) for group in range(3)] == [range(3), range(3, 6), range(6, 7)]
+    transfer_plan = plan(
+        replace(SMALL, layers=7), replace(SMALL, layers=7), [0], [0], 16, group_layers=3
+    )
+    assert [transfer_plan.groups_ready(layers) for layers in range(9)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        3,
+        3,
+    ]
+    assert [transfer_plan.layers(group) for group in range(3)] == [
+        range(3),
+        range(3, 6),
+        range(6, 7),
+    ]
 
 
 def test_a_group_is_large_enough_to_keep_a_link_busy() -> None:
@@ -198,15 +222,15 @@ def test_blocks_that_cannot_hold_the_tokens_are_refused(
 
 
 def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
-    made = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
+    transfer_plan = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
     for ask in (
-        lambda: made.runs(1, 0),
-        lambda: made.runs(0, 1),
-        lambda: made.runs(0, -1),
-        lambda: made.pairs(-1),
-        lambda: made.runs(0, 0).cut(1, 2),
-        lambda: made.runs(0, 0).cut(-1, 1),
-        lambda: made.runs(0, 0).cut(0, 0),
+        lambda: transfer_plan.runs(1, 0),
+        lambda: transfer_plan.runs(0, 1),
+        lambda: transfer_plan.runs(0, -1),
+        lambda: transfer_plan.pairs(-1),
+        lambda: transfer_plan.runs(0, 0).cut(1, 2),
+        lambda: transfer_plan.runs(0, 0).cut(-1, 1),
+        lambda: transfer_plan.runs(0, 0).cut(0, 0),
     ):
         with pytest.raises(IndexError):
             ask()
@@ -215,32 +239,45 @@ def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
 def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
     """Runs are computed while other links wait, so there must not be too many."""
     other, blocks = replace(SMALL, order=KvOrder.NHD), list(range(0, 1600, 2))
-    made = plan(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
+    transfer_plan = plan(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
     runs_of_block = 16 * 4 * 2
-    assert made.groups == 4 * 2, "layers, and tokens in two chunks each"
-    counts = [made.runs(group, 0).count for group in range(made.groups)]
+    assert transfer_plan.groups == 4 * 2, "layers, and tokens in two chunks each"
+    counts = [transfer_plan.runs(group, 0).count for group in range(transfer_plan.groups)]
     assert counts == [MOST_RUNS, 800 * runs_of_block - MOST_RUNS] * 4
-    assert [len(made.layers(group)) for group in range(made.groups)] == [1] * 8
-    assert sum(made.group_bytes(group) for group in range(made.groups)) == 800 * BLOCK
-    assert [made.groups_ready(layers) for layers in range(6)] == [0, 2, 4, 6, 8, 8]
-    assert [made.layers_there(groups) for groups in range(9)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert [len(transfer_plan.layers(group)) for group in range(transfer_plan.groups)] == [1] * 8
+    assert (
+        sum(transfer_plan.group_bytes(group) for group in range(transfer_plan.groups))
+        == 800 * BLOCK
+    )
+    assert [transfer_plan.groups_ready(layers) for layers in range(6)] == [0, 2, 4, 6, 8, 8]
+    assert [transfer_plan.layers_there(groups) for groups in range(9)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+    ]
 
 
 def test_a_plan_goes_with_its_last_user() -> None:
     gc.disable()
     try:
-        made = plan(SMALL, SMALL, [5], [1], 16)
-        alive = weakref.ref(made.runs(0, 0).src)
+        transfer_plan = plan(SMALL, SMALL, [5], [1], 16)
+        alive = weakref.ref(transfer_plan.runs(0, 0).src)
         assert alive() is not None
-        del made
+        del transfer_plan
         assert alive() is None
     finally:
         gc.enable()
 
 
 def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
-    made = plan(SMALL, SMALL, np.array([5, 6, 7]), np.array([1, 2, 3]), 20)
-    assert shape(made) == [(Pair(0, 0), [2 * BLOCK])]
+    transfer_plan = plan(SMALL, SMALL, np.array([5, 6, 7]), np.array([1, 2, 3]), 20)
+    assert shape(transfer_plan) == [(Pair(0, 0), [2 * BLOCK])]
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
@@ -257,11 +294,11 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
     ):
         other = replace(SMALL, **change)
         for src, dst in ((SMALL, other), (other, SMALL)):
-            made = plan(src, dst, range(9, 0, -1), range(9), 70, skip_tokens=3, **at_most)
-            for group in range(made.groups):
-                digest.update(repr(list(made.windows(group, 4000))).encode())
-                for number, pair in enumerate(made.pairs(group)):
-                    runs = made.runs(group, number)
+            transfer_plan = plan(src, dst, range(9, 0, -1), range(9), 70, skip_tokens=3, **at_most)
+            for group in range(transfer_plan.groups):
+                digest.update(repr(list(transfer_plan.windows(group, 4000))).encode())
+                for number, pair in enumerate(transfer_plan.pairs(group)):
+                    runs = transfer_plan.runs(group, number)
                     digest.update(
                         repr(
                             (pair, runs.src.tolist(), runs.dst.tolist(), runs.length.tolist())
@@ -274,14 +311,19 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
 def test_the_bytes_of_all_groups_are_those_of_each(most_runs: int) -> None:
     src = KvLayout(layers=5, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=2)
     dst = msgspec.structs.replace(src, tp=4, block_tokens=24)
-    made = plan(
+    transfer_plan = plan(
         src, dst, range(9), range(6), 130, skip_tokens=7, group_layers=2, most_runs=most_runs
     )
-    each = [
-        sum(made.runs(group, pair).n_bytes for pair in range(len(made.pairs(group))))
-        for group in range(made.groups)
+    pieces = [
+        sum(
+            transfer_plan.runs(group, pair).n_bytes
+            for pair in range(len(transfer_plan.pairs(group)))
+        )
+        for group in range(transfer_plan.groups)
     ]
     assert (
-        made.bytes_by_group() == [made.group_bytes(group) for group in range(made.groups)] == each
+        transfer_plan.bytes_by_group()
+        == [transfer_plan.group_bytes(group) for group in range(transfer_plan.groups)]
+        == pieces
     )
-    assert made.n_bytes == sum(each)
+    assert transfer_plan.n_bytes == sum(pieces)

@@ -40,9 +40,9 @@ def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:
     line = Line(
         link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
     )  # type: ignore[arg-type]
-    for at in range(1, 19):
-        link.received_bytes = at
-        assert not line.silent(10.0 + at / 10, 0.0, options)
+    for index in range(1, 19):
+        link.received_bytes = index
+        assert not line.silent(10.0 + index / 10, 0.0, options)
     assert line.silent(12.0, 0.0, options)
     line.up = True
     assert not line.silent(12.0, 0.0, options)
@@ -56,32 +56,32 @@ def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason,
         heard.append((address, reason, detail)) or []
     )
     clock = Mock(now=lambda: 0.0, aside=lambda work: work())
-    made = Switchboard(
+    board = Switchboard(
         KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None
     )  # type: ignore[dict-item]
-    made.card = Card("d", bytes(16), SMALL)
-    return made, heard
+    board.card = Card("d", bytes(16), SMALL)
+    return board, heard
 
 
 def test_a_link_that_ends_during_its_dial_is_reported_at_once() -> None:
     link = Mock(transport="tcp", lanes=1)
 
     def dial(where: str) -> object:
-        made.lose(link, Reason.LINK_LOST, "the peer closed the link")
+        board.lose(link, Reason.LINK_LOST, "the peer closed the link")
         return link
 
-    made, heard = switchboard(Mock(dial=dial))
-    made.dial("h:1")
-    dial_again(made)
+    board, heard = switchboard(Mock(dial=dial))
+    board.dial("h:1")
+    dial_again(board)
     assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
-    assert len(made) == 0
-    assert not made._ended_early
+    assert len(board) == 0
+    assert not board._ended_early
     assert link.close.call_count == 4
 
 
-def dial_again(made: Switchboard) -> int:
+def dial_again(board: Switchboard) -> int:
     """Run the postponed dials, and those that they postpone. Returns their number."""
-    count, timers = 0, made._clock.call_at
+    count, timers = 0, board._clock.call_at
     while timers.call_args_list:  # type: ignore[attr-defined]
         calls = list(timers.call_args_list)  # type: ignore[attr-defined]
         timers.reset_mock()  # type: ignore[attr-defined]
@@ -94,12 +94,12 @@ def dial_again(made: Switchboard) -> int:
 def test_a_peer_that_closes_before_its_proof_is_dialled_four_times() -> None:
     links = [Mock(transport="tcp", lanes=1, peer="h:1") for _ in range(5)]
     transport = Mock(dial=Mock(side_effect=links))
-    made, heard = switchboard(transport)
-    made.dial("h:1")
+    board, heard = switchboard(transport)
+    board.dial("h:1")
     for link in links[:4]:
         assert not heard
-        made.lose(link, Reason.LINK_LOST, "closed")
-        dial_again(made)
+        board.lose(link, Reason.LINK_LOST, "closed")
+        dial_again(board)
     assert heard == [("h:1", Reason.LINK_LOST, "closed")]
     assert transport.dial.call_count == 4
 
@@ -107,54 +107,54 @@ def test_a_peer_that_closes_before_its_proof_is_dialled_four_times() -> None:
 def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     link = Mock(transport="tcp", lanes=1, peer="h:1")
     transport = Mock(dial=Mock(return_value=link))
-    made, heard = switchboard(transport)
-    made.dial("h:1")
-    made.lose(link, Reason.WRONG_KEY, "invalid seal")
+    board, heard = switchboard(transport)
+    board.dial("h:1")
+    board.lose(link, Reason.WRONG_KEY, "invalid seal")
     assert heard == [("h:1", Reason.WRONG_KEY, "invalid seal")]
-    assert not dial_again(made)
+    assert not dial_again(board)
 
 
 def test_a_lane_needs_its_links_transport_and_peer() -> None:
-    made, _ = switchboard(Mock())
+    board, _ = switchboard(Mock())
     stranger, first, lane = (
         Line(
             Mock(transport="tcp", lanes=1),
-            Session(KEY, bytes(16), made.card, dialled=False),
+            Session(KEY, bytes(16), board.card, dialled=False),
             None,
             0.0,
         )
         for _ in range(3)
     )
-    made._peer_links = {line.link: line for line in (stranger, first, lane)}
-    first.session.peer = lane.session.peer = made.card
+    board._peer_links = {line.link: line for line in (stranger, first, lane)}
+    first.session.peer = lane.session.peer = board.card
     stranger.session.greeting = first.session.greeting = lane.session.lane_of = b"g" * 16
-    assert made._lane_owner(lane) is first
-    assert made._lane_error(lane) is None
-    assert len(made) == 2
+    assert board._lane_owner(lane) is first
+    assert board._lane_error(lane) is None
+    assert len(board) == 2
     lane.link.transport = "rdma"
-    assert made._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
+    assert board._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
 
 
 def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made, _ = switchboard(Mock())
-    first = up(made, proven(made.card))
+    board, _ = switchboard(Mock())
+    first = up(board, proven(board.card))
     for _ in range(10):
-        lane = up(made, proven(made.card, b"g" * 16))
+        lane = up(board, proven(board.card, b"g" * 16))
         lane.first = first
         first.lanes.append(lane)
-        made.lose(lane.link, Reason.LINK_LOST, "gone")
-        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+        board.lose(lane.link, Reason.LINK_LOST, "gone")
+        board._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
     assert caplog.text.count("a lane to") == 3
 
 
-def up(made: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
+def up(board: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
     line = Line(
         Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
     )
     line.up = line.linked = True
-    made._peer_links[line.link] = line
+    board._peer_links[line.link] = line
     return line
 
 
@@ -167,39 +167,39 @@ def proven(peer: Card, lane_of: bytes = b"") -> Session:
 def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
     """A link that may be replaced by a better one gets no lanes."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
-    made, _ = switchboard(transport)
-    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    board, _ = switchboard(transport)
+    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
     line.linked = False
-    made._handle(line, Beat(), 0.0)
+    board._handle(line, Beat(), 0.0)
     transport.dial.assert_not_called()
     line.linked = True
-    made._handle(line, Beat(), 0.0)
+    board._handle(line, Beat(), 0.0)
     transport.dial.assert_called_once_with("h:1")
 
 
 def test_only_one_lane_is_dialled_at_a_time() -> None:
     """The time to retry a lost lane may come while another is being dialled."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
-    made, _ = switchboard(transport)
-    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
+    board, _ = switchboard(transport)
+    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
     line.seeking = True
-    made._retry_lane(line, "lost")
+    board._retry_lane(line, "lost")
     transport.dial.assert_not_called()
     line.seeking = False
-    made._retry_lane(line, "lost")
+    board._retry_lane(line, "lost")
     transport.dial.assert_called_once_with("h:1")
-    del made._peer_links[line.link]
-    made._retry_lane(line, "lost")
+    del board._peer_links[line.link]
+    board._retry_lane(line, "lost")
     transport.dial.assert_called_once_with("h:1")
 
 
 def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
-    made, _ = switchboard(transport)
-    line = up(made, proven(made.card), Dialling(transport, "h:1", "h:1"))
-    made._dial_lane(line)
+    board, _ = switchboard(transport)
+    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
+    board._dial_lane(line)
     for _ in range(5):
-        made._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
+        board._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
     assert transport.dial.call_count == 3
 
 
@@ -208,61 +208,61 @@ def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
     used: bool,
 ) -> None:
     """A device in between may acknowledge bytes and drop them."""
-    made, _ = switchboard(Mock())
-    first, lane = up(made, proven(made.card)), up(made, proven(made.card, b"g" * 16))
+    board, _ = switchboard(Mock())
+    first, lane = up(board, proven(board.card)), up(board, proven(board.card, b"g" * 16))
     lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
     lane.heard = first.seeking = True  # the next lane is being dialled
     first.lanes.append(lane)
     first.link.received_bytes = 1
-    made._beat(0.0)
+    board._beat(0.0)
     assert [line.link.send.call_count for line in (first, lane)] == [1, 1]  # type: ignore[attr-defined]
     first.link.received_bytes = 2
-    made._clock.now = lambda: 0.75  # type: ignore[method-assign]
-    made._clock.call_at.reset_mock()  # type: ignore[attr-defined]
-    made._beat(0.75)
+    board._clock.now = lambda: 0.75  # type: ignore[method-assign]
+    board._clock.call_at.reset_mock()  # type: ignore[attr-defined]
+    board._beat(0.75)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
-    assert list(made._peer_links) == [first.link]
+    assert list(board._peer_links) == [first.link]
     assert first.seeking
-    assert made._sink.leave.call_count == used  # type: ignore[attr-defined]
-    (then, end), *_ = (call.args for call in made._clock.call_at.call_args_list)  # type: ignore[attr-defined]
+    assert board._sink.leave.call_count == used  # type: ignore[attr-defined]
+    (then, end), *_ = (call.args for call in board._clock.call_at.call_args_list)  # type: ignore[attr-defined]
     assert then == pytest.approx(0.75 + 0.75)
     end()
-    assert list(made._peer_links) == ([] if used else [first.link])
+    assert list(board._peer_links) == ([] if used else [first.link])
 
 
 @pytest.mark.parametrize("astray", [True, False])
 def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> None:
-    made, _ = switchboard(Mock())
-    there = msgspec.structs.replace(made.card, epoch=b"e" * 16)
-    first = up(made, proven(there))
+    board, _ = switchboard(Mock())
+    there = msgspec.structs.replace(board.card, epoch=b"e" * 16)
+    first = up(board, proven(there))
     lane = up(
-        made,
-        proven(made.card if astray else there, b"g" * 16),
+        board,
+        proven(board.card if astray else there, b"g" * 16),
         Dialling(Mock(), "h:1", "h:1", lane_of=first),
     )
     if not astray:
-        del made._peer_links[first.link]
+        del board._peer_links[first.link]
     lane.up = lane.linked = False
-    made._prove(lane)
+    board._prove(lane)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     first.link.widen.assert_not_called()  # type: ignore[attr-defined]
-    assert lane.link not in made._peer_links
-    assert made._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
+    assert lane.link not in board._peer_links
+    assert board._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
 
 
 def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
-    made, heard = switchboard(
+    board, heard = switchboard(
         Mock(dial=lambda where: Mock(transport="tcp", lanes=1, received_bytes=0))
     )
-    made.dial("h:1")
-    made._clock.now = lambda: 2.5  # type: ignore[method-assign]
-    made._beat(2.5)
+    board.dial("h:1")
+    board._clock.now = lambda: 2.5  # type: ignore[method-assign]
+    board._beat(2.5)
     assert heard == [("h:1", Reason.SILENT, "silent for 2.0 s")]
 
 
 def test_any_error_in_a_dial_is_reported() -> None:
-    made, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
-    made.dial("h:1")
+    board, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
+    board.dial("h:1")
     assert heard == [("h:1", Reason.UNREACHABLE, "a bug")]
 
 
@@ -300,9 +300,9 @@ class MisleadingShm(Shm):
 
 
 async def started(name: str, *ways: Tcp | Shm) -> Group:
-    made = group(name, SMALL, list(ways), options=PATIENT)
-    await made.agent.start()
-    return made
+    agent_group = group(name, SMALL, list(ways), options=PATIENT)
+    await agent_group.agent.start()
+    return agent_group
 
 
 async def test_a_better_link_to_another_agent_is_not_used() -> None:
@@ -318,8 +318,8 @@ async def test_a_better_link_to_another_agent_is_not_used() -> None:
     assert (end.landed, end.transport) == (True, "tcp")
     assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
     assert sink.agent.figures()["faults"] == {"fallback": 1}
-    for each in (sink, meant, other):
-        await each.agent.close()
+    for member in (sink, meant, other):
+        await member.agent.close()
 
 
 class SlowDialShm(Shm):
@@ -354,8 +354,8 @@ async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails
     end = await asyncio.wait_for(again.ended(), PATIENCE_S)
     assert (end.landed, end.transport) == (True, "shm")
     await until(lambda: sink.agent.figures()["links"] == 1)
-    for each in (sink, source):
-        await each.agent.close()
+    for member in (sink, source):
+        await member.agent.close()
 
 
 @pytest.mark.parametrize("sink_loses", [True, False])

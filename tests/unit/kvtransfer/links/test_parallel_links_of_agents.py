@@ -21,7 +21,7 @@ from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.options import Options
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import LANES, PATIENCE_S
-from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def lines(group: Group) -> list[Line]:
 
 def first_of(group: Group) -> Line:
     """Return the only link that is no lane."""
-    (found,) = (line for line in lines(group) if line.first is None)
-    return found
+    (open_lines,) = (line for line in lines(group) if line.first is None)
+    return open_lines
 
 
 async def until_lanes(group: Group, count: int) -> None:
@@ -59,11 +59,11 @@ async def until_lanes(group: Group, count: int) -> None:
 
     def there() -> bool:
         with board._lock:
-            found = lines(group)
-            links = [line for line in found if line.first is None]
-            if len(links) != 1 or len(found) != 1 + count or board._dials:
+            open_lines = lines(group)
+            links = [line for line in open_lines if line.first is None]
+            if len(links) != 1 or len(open_lines) != 1 + count or board._dials:
                 return False
-            (link,), lanes = links, {line for line in found if line.first is not None}
+            (link,), lanes = links, {line for line in open_lines if line.first is not None}
             return lanes == set(link.lanes) and {line.link for line in lanes} == set(
                 lanes_of(link.link)
             )
@@ -77,8 +77,8 @@ async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
     """Yield a source and a sink whose link has all its lanes, none used yet."""
     async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
         await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+        for side in (source, sink):
+            await until_lanes(side, LANES - 1)
         yield [source, sink]
 
 
@@ -113,8 +113,8 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
         await until_lanes(sink, 0)
         source.agent.offer("a", [1], 16, public=True)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+        for side in (source, sink):
+            await until_lanes(side, LANES - 1)
         assert source.agent.figures()["refused"] == {}
 
 
@@ -143,16 +143,16 @@ async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
         await until(lambda: caplog.text.count("a lane to") == 3)
         await asyncio.sleep(0.2)
         assert source.agent.figures()["refused"] == {Reason.LINK_LOST: 3}
-        for each in (source, sink):
-            await until_lanes(each, 0)
+        for side in (source, sink):
+            await until_lanes(side, 0)
         await moved(source, sink, "b")
 
 
 async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with groups("lanes", SMALL, SMALL, SMALL) as (source, sink, thief):
         await moved(source, sink, "a")
-        for each in (source, sink):
-            await until_lanes(each, LANES - 1)
+        for side in (source, sink):
+            await until_lanes(side, LANES - 1)
         theirs = first_of(sink).session.greeting
         greets(monkeypatch, lambda session: theirs)
         offer = source.agent.offer("b", [1], 16)
@@ -168,11 +168,11 @@ async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.Mon
 
 
 async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Session] = []
+    sessions: list[Session] = []
 
     def of_the_one_before(session: Session) -> bytes:
-        made.append(session)
-        return made[-2].greeting if len(made) > 1 else session.lane_of
+        sessions.append(session)
+        return sessions[-2].greeting if len(sessions) > 1 else session.lane_of
 
     greets(monkeypatch, of_the_one_before)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
@@ -188,8 +188,8 @@ async def test_a_source_refuses_lanes_beyond_the_limit(
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
         await until(lambda: source.agent.figures()["refused"] == {Reason.PROTOCOL: 1})
-        for each in (source, sink):
-            await until_lanes(each, LANES - 2)
+        for side in (source, sink):
+            await until_lanes(side, LANES - 2)
         await moved(source, sink, "b")
 
 
@@ -218,12 +218,12 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
     """A device between two hosts may drop an idle connection."""
     often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
     async with with_lanes(often) as (source, sink):
-        for each in (source, sink):
-            before = [line.link.received_bytes for line in lines(each)]
+        for side in (source, sink):
+            before = [line.link.received_bytes for line in lines(side)]
             await until(
-                lambda each=each, before=before: all(
+                lambda side=side, before=before: all(
                     line.link.received_bytes > heard + 100
-                    for line, heard in zip(lines(each), before, strict=True)
+                    for line, heard in zip(lines(side), before, strict=True)
                 )
             )
 
@@ -251,9 +251,9 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         gone = lanes_of(first_of(source).link)[0]
         gone._sock.shutdown(socket.SHUT_RDWR)
-        for each in (source, sink):
-            await until(lambda each=each: gone not in lanes_of(first_of(each).link))
-            await until_lanes(each, LANES - 1)
+        for side in (source, sink):
+            await until(lambda side=side: gone not in lanes_of(first_of(side).link))
+            await until_lanes(side, LANES - 1)
         await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
         offer.ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
@@ -270,11 +270,11 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
         lane = lanes_of(first_of(source if at_source else sink).link)[0]
         lane.used = True
         lane._sock.shutdown(socket.SHUT_RDWR)
-        ends = [await asyncio.wait_for(each.ended(), PATIENCE_S) for each in (offer, landing)]
+        ends = [await asyncio.wait_for(side.ended(), PATIENCE_S) for side in (offer, landing)]
         assert [end.reason for end in ends] == [Reason.LINK_LOST, Reason.LINK_LOST]
         assert "a lane is lost" in ends[0 if at_source else 1].detail
-        for each in (source, sink):
-            await until(lambda each=each: not lines(each))
+        for side in (source, sink):
+            await until(lambda side=side: not lines(side))
         await moved(source, sink, "c")
 
 
@@ -324,10 +324,10 @@ async def test_the_links_last_messages_count_after_its_lanes_have_ended() -> Non
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
     async with with_lanes() as (source, sink):
-        lanes = [lane for each in (source, sink) for lane in lanes_of(first_of(each).link)]
+        lanes = [lane for side in (source, sink) for lane in lanes_of(first_of(side).link)]
         laned(first_of(source if at_source else sink).link)._sock.shutdown(socket.SHUT_RDWR)
-        for each in (source, sink):
-            await until(lambda each=each: not lines(each))
+        for side in (source, sink):
+            await until(lambda side=side: not lines(side))
         await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
         await moved(source, sink, "b")
 

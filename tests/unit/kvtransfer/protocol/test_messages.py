@@ -88,9 +88,9 @@ def test_what_is_out_of_bounds_is_no_message(changes: dict[str, object]) -> None
 
 def test_an_impossible_layout_is_not_a_valid_message() -> None:
     data = bytearray(encode(Hello(1, bytes(16), CARD, 0)))
-    at = data.index(b"block_tokens") + len(b"block_tokens")
-    assert data[at] == 16
-    data[at] = 0
+    position = data.index(b"block_tokens") + len(b"block_tokens")
+    assert data[position] == 16
+    data[position] = 0
     with pytest.raises(ProtocolError):
         decode(bytes(data))
 
@@ -127,14 +127,14 @@ def test_a_hundred_thousand_spoiled_messages_do_no_harm() -> None:
     for _ in range(100_000):
         data = bytearray(rng.choice(good))
         for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(data) + 1)
+            position = rng.randrange(len(data) + 1)
             what = rng.randrange(3)
             if what == 0:
-                data[at : at + 1] = bytes([rng.randrange(256)])
+                data[position : position + 1] = bytes([rng.randrange(256)])
             elif what == 1:
-                del data[at : at + rng.randrange(1, 9)]
+                del data[position : position + rng.randrange(1, 9)]
             else:
-                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+                data[position:position] = rng.randbytes(rng.randrange(1, 9))
         try:
             decode(bytes(data))
         except ProtocolError:

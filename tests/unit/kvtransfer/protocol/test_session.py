@@ -160,27 +160,29 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 def test_any_change_of_the_stream_is_detected_at_the_first_message(kind: int, rng: Random) -> None:
     """Altered, repeated, dropped and reordered messages."""
     sink, source = shaken()
-    said = [sink.seal(Credit(number, number)) for number in range(6)]
-    at = rng.randrange(5)
-    harmed = list(said)
+    frames = [sink.seal(Credit(number, number)) for number in range(6)]
+    index = rng.randrange(5)
+    harmed = list(frames)
     if kind == 0:
-        bit = rng.randrange(len(said[at]) * 8)
-        harmed[at] = (int.from_bytes(said[at], "big") ^ (1 << bit)).to_bytes(len(said[at]), "big")
+        bit = rng.randrange(len(frames[index]) * 8)
+        harmed[index] = (int.from_bytes(frames[index], "big") ^ (1 << bit)).to_bytes(
+            len(frames[index]), "big"
+        )
     elif kind == 1:
-        harmed.insert(at, said[rng.randrange(6)])
+        harmed.insert(index, frames[rng.randrange(6)])
     elif kind == 2:
-        del harmed[at]
+        del harmed[index]
     else:
-        harmed[at], harmed[at + 1] = harmed[at + 1], harmed[at]
-    taken: list[Message | None] = []
+        harmed[index], harmed[index + 1] = harmed[index + 1], harmed[index]
+    messages: list[Message | None] = []
 
     def take_all() -> None:
-        for data in [*harmed, said[0]]:
-            taken.append(heard(source, data))  # noqa: PERF401
+        for data in [*harmed, frames[0]]:
+            messages.append(heard(source, data))  # noqa: PERF401
 
     with pytest.raises(Unproven):
         take_all()
-    assert taken == [Credit(number, number) for number in range(len(taken))]
+    assert messages == [Credit(number, number) for number in range(len(messages))]
 
 
 @given(st.binary(max_size=200), st.booleans())

@@ -68,10 +68,10 @@ def test_a_ticket_of_an_earlier_epoch_or_another_agent_is_refused() -> None:
 
 def test_no_bit_of_a_ticket_can_be_changed() -> None:
     data = base64.urlsafe_b64decode(mint(KEY, TICKET) + "==")
-    for at in range(len(data)):
+    for index in range(len(data)):
         for bit in range(8):
             forged = bytearray(data)
-            forged[at] ^= 1 << bit
+            forged[index] ^= 1 << bit
             assert refusal(base64.urlsafe_b64encode(forged).rstrip(b"=").decode()) is Refusal.FORGED
 
 
@@ -106,13 +106,13 @@ def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None
 
 
 def test_a_digest_depends_on_blocks_their_order_and_their_generations() -> None:
-    seen = {
+    observations = {
         TICKET.digest,
         digest_of(BLOCKS[::-1], GENERATIONS),
         digest_of(BLOCKS, GENERATIONS + np.uint32(1)),
         digest_of(BLOCKS[:2], GENERATIONS[:2]),
     }
-    assert len(seen) == 4
+    assert len(observations) == 4
     assert (
         digest_of(BLOCKS.copy(), GENERATIONS.astype(np.uint64).astype(np.uint32)) == TICKET.digest
     )

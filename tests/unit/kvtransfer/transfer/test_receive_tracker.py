@@ -14,12 +14,12 @@ RUN = PLAN.runs(0, 0).n_bytes // 4
 
 
 def test_groups_complete_in_any_order_and_layers_are_counted_in_order() -> None:
-    arrivals, told = Arrivals(PLAN), []
+    arrivals, reports = Arrivals(PLAN), []
     for group in (2, 0, 1):
         for window in reversed(list(PLAN.windows(group, 1))):
             arrivals.begin(group, *window)
-            told.append((arrivals.land(group, *window[:3]), arrivals.layers))
-    assert told == [(False, 0)] * 7 + [(True, 0)] + [(False, 0)] * 7 + [(True, 2)] + [
+            reports.append((arrivals.land(group, *window[:3]), arrivals.layers))
+    assert reports == [(False, 0)] * 7 + [(True, 0)] + [(False, 0)] * 7 + [(True, 2)] + [
         (False, 2)
     ] * 7 + [(True, 5)]
     assert (arrivals.complete, arrivals.n_bytes) == (True, PLAN.n_bytes)

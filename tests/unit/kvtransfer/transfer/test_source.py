@@ -50,9 +50,9 @@ def invite(transfer: int, ticket: str | None = None, tokens: int = 4) -> Invite:
 
 def refusals(commands: list[Command]) -> list[Reason]:
     return [
-        each.message.reason
-        for each in commands
-        if isinstance(each, Send) and isinstance(each.message, Stop)
+        command.message.reason
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, Stop)
     ]
 
 
@@ -207,7 +207,9 @@ def test_an_offer_that_its_sink_has_given_up_waiting_for_ends_at_once() -> None:
     book.invited(link, invite(2), 0.3)  # type: ignore[arg-type]
     book.stopped(link, Stop(2, Reason.CANCELLED), 0.4)  # type: ignore[arg-type]
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.5)
-    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
+    assert [command.end.reason for command in commands if isinstance(command, Resolve)] == [
+        Reason.CANCELLED
+    ]
     assert not any(book.held.values())
     assert (
         book.offer(8, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), public=True), 0.6)[1] == []
@@ -229,7 +231,9 @@ def test_an_offer_that_its_sink_declines_ends_at_once() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
     commands = book.unwanted(link, Unwanted("r", ticket), 0.1)  # type: ignore[arg-type]
-    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
+    assert [command.end.reason for command in commands if isinstance(command, Resolve)] == [
+        Reason.CANCELLED
+    ]
     assert not any(book.held.values())
     assert refusals(book.invited(link, invite(1, ticket), 0.2)) == [Reason.GONE]  # type: ignore[arg-type]
 
@@ -238,13 +242,13 @@ def test_an_unauthorised_sink_cannot_end_an_offer() -> None:
     book, link = book_and_link("d1")
     ticket, _ = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.0)
     other, _ = book.offer(8, Ware("other", np.array([1]), 4, 30.0, 4, bytes(16)), 0.0)
-    for said in (
+    for message in (
         Unwanted("r", other),
         Unwanted("other"),
         Unwanted("other", ticket),
         Unwanted("none", ticket),
     ):
-        assert book.unwanted(link, said, 0.1) == []  # type: ignore[arg-type]
+        assert book.unwanted(link, message, 0.1) == []  # type: ignore[arg-type]
     assert book.held["offered"] == 2
     book.invited(link, invite(1), 0.2)  # type: ignore[arg-type]
     assert book.unwanted(link, Unwanted("r"), 0.3) == [], "it was asked for"  # type: ignore[arg-type]
@@ -255,7 +259,9 @@ def test_an_offer_that_its_sink_declined_beforehand_ends_at_once() -> None:
     book, link = book_and_link("d1")
     book.unwanted(link, Unwanted("r"), 0.0)  # type: ignore[arg-type]
     _, commands = book.offer(7, Ware("r", np.array([1]), 4, 30.0, 4, bytes(16), "d1"), 0.1)
-    assert [each.end.reason for each in commands if isinstance(each, Resolve)] == [Reason.CANCELLED]
+    assert [command.end.reason for command in commands if isinstance(command, Resolve)] == [
+        Reason.CANCELLED
+    ]
 
 
 def test_a_sink_that_declines_does_not_affect_a_waiting_one() -> None:
@@ -269,9 +275,9 @@ def test_a_sink_that_declines_does_not_affect_a_waiting_one() -> None:
 
 def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
     names: Remembered[int] = Remembered(10.0, most=3)
-    for at in range(5):
-        names.put(f"n{at}", at, float(at))
-    assert [names.look(f"n{at}", 4.0) for at in range(5)] == [None, None, 2, 3, 4]
+    for index in range(5):
+        names.put(f"n{index}", index, float(index))
+    assert [names.look(f"n{index}", 4.0) for index in range(5)] == [None, None, 2, 3, 4]
     assert (names.take("n3", 5.0), names.take("n3", 5.0)) == (3, None)
     names.put("new", 5, 13.5)
     assert (len(names), names.look("n4", 13.9), names.look("n4", 14.0)) == (2, 4, None)

@@ -8,8 +8,8 @@ from kvtransfer.transfer.stats import Tally
 
 def test_the_least_recently_used_pair_is_dropped() -> None:
     tally, bandwidth = Tally(), Bandwidth()
-    for at in range(1500):
-        for peer in ("steady", f"d{at}"):
+    for index in range(1500):
+        for peer in ("steady", f"d{index}"):
             tally.sent((peer, "tcp"), 10, 0.5)
             tally.moved((peer, "tcp"), 20, 0.25)
             bandwidth.seen(peer, "tcp", 10, 0.5)

@@ -63,8 +63,8 @@ def test_runs_come_together_and_apart_as_they_were(data: st.DataObject, unit: in
     back = np.zeros_like(memory)
     scatter(together, back, offsets, lengths)
     touched = np.zeros(memory.size, bool)
-    for at, length in zip(offsets, lengths, strict=True):
-        touched[at : at + length] = True
+    for index, length in zip(offsets, lengths, strict=True):
+        touched[index : index + length] = True
     assert (back[touched] == memory[touched]).all()
     assert not back[~touched].any()
 
@@ -90,10 +90,10 @@ def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
 )
 def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[bool]) -> None:
     with linked_pair("tcp") as pair:
-        moves, said = cells(), chain(answers, repeat(False))
+        moves, replies = cells(), chain(answers, repeat(False))
         head = window(1, moves)
         pair.expect({head: moves})
-        pair.put(head, moves, current=lambda: next(said))
+        pair.put(head, moves, current=lambda: next(replies))
         assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
         assert not pair.sink_region.bytes.any()
         assert pair.sink.received_bytes < 4096

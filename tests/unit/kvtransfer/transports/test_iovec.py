@@ -31,7 +31,7 @@ def test_pieces_are_the_bytes_of_their_runs_however_they_are_cut_for_a_digest(
     runs = [(first, last - first) for first, last in list(pairwise(ends))[::2]]
     offsets, lengths = (np.array(column) for column in zip(*runs, strict=True))
     pieces = Pieces.of_window(REGION, offsets, lengths, Iovecs(), fed=fed)
-    whole = b"".join(REGION.bytes[at : at + length].tobytes() for at, length in runs)
+    whole = b"".join(REGION.bytes[index : index + length].tobytes() for index, length in runs)
     assert b"".join(pieces.parts()) == whole
     assert pieces.size == len(whole)
     if fed:

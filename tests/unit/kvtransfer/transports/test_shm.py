@@ -76,8 +76,8 @@ def dialled(*, proven: bool) -> Iterator[Source]:
 
 @pytest.fixture
 def source() -> Iterator[Source]:
-    with dialled(proven=True) as made:
-        yield made
+    with dialled(proven=True) as result:
+        yield result
 
 
 def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
@@ -226,8 +226,8 @@ def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
     runs = Runs(src, src, length)
     read = {
         block
-        for at, size in pieces
-        for block in range(at // BLOCK_BYTES, (at + size - 1) // BLOCK_BYTES + 1)
+        for index, size in pieces
+        for block in range(index // BLOCK_BYTES, (index + size - 1) // BLOCK_BYTES + 1)
     }
     block = data.draw(st.integers(0, BLOCKS - 1))
     before = generation_mark(region, runs)

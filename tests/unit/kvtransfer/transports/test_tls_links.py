@@ -280,11 +280,11 @@ def test_an_end_that_closes_while_a_handshake_waits_ends_its_threads(agent: TlsF
 
 def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> None:
     pattern = b"the key and value of a token...." * 2
-    seen, lock = bytearray(), threading.Lock()
+    received, lock = bytearray(), threading.Lock()
 
     def hear(data: bytes) -> None:
         with lock:
-            seen.extend(data)
+            received.extend(data)
 
     sink_region, source_region = (
         MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name=name) for name in ("into", "out-of")
@@ -305,8 +305,8 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         assert sink_owner.wait("landed") == [(window(1, WHOLE), Verdict.OK)]
         source_owner.wait("message")
         assert bytes(sink_region.bytes) == bytes(source_region.bytes)
-    assert len(seen) > SIZE
-    assert pattern not in seen
+    assert len(received) > SIZE
+    assert pattern not in received
     for region in (sink_region, source_region):
         region.close()
 
@@ -356,17 +356,17 @@ def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
     starts = np.arange(count) * runs_of
     runs = Runs(starts, starts, np.full(count, runs_of))
     with linked_pair("tls") as pair:
-        held, go_on = threading.Event(), threading.Event()
+        is_held, go_on = threading.Event(), threading.Event()
 
         def slow(head: object) -> Slice:
-            held.set()
+            is_held.set()
             assert go_on.wait(PATIENCE_S)
             return Slice(runs, pair.sink_region, 0, 0)
 
         pair.sink_owner.place = slow  # type: ignore[assignment]
         for transfer in range(1, 9):
             pair.put(window(transfer, runs), runs)
-        assert held.wait(PATIENCE_S)
+        assert is_held.wait(PATIENCE_S)
         until(lambda: pair.source._out.blocked)  # type: ignore[attr-defined]
         sent = len(pair.source_owner.all("sent"))
         for transfer in range(1, 9):

@@ -11,15 +11,15 @@ from kvtransfer.util.agent_lock import Hold
 
 def free(hold: Hold) -> bool:
     """Return whether another thread can take the lock."""
-    taken = threading.Event()
+    acquired = threading.Event()
 
     def take() -> None:
         with hold:
-            taken.set()
+            acquired.set()
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    return taken.wait(5)
+    return acquired.wait(5)
 
 
 def test_what_is_put_aside_is_done_by_its_holder_after_the_last_letting_go() -> None:

@@ -168,14 +168,14 @@ async def test_a_trace_is_sent_with_its_lengths_and_shared_blocks(tmp_path: Path
 
 async def test_a_run_cut_short_reports_what_was_done() -> None:
     async with serving(good) as (_, url):
-        seen = asyncio.Event()
+        event = asyncio.Event()
 
         def watch(progress: Progress) -> None:
             if progress.sent > progress.in_flight:
-                seen.set()
+                event.set()
 
         task = asyncio.create_task(run(Plan(url=url, concurrency=2), watch))
-        await seen.wait()
+        await event.wait()
         task.cancel()
         report = await task
     assert report.interrupted

@@ -53,16 +53,16 @@ def test_a_request_is_good_within_every_bound_given_and_never_with_an_error() ->
 
 
 def test_goodput_counts_failures_against_the_fraction_and_errors_by_kind() -> None:
-    made = report(
+    summary = report(
         record(),
         record(due_s=1.0),
         record(error="http_429"),
         record(error="http_429"),
         slo=Slo(ttft_s=1.0),
     )
-    assert made.errors == {"http_429": 2}
-    assert made.good_fraction == 0.5
-    assert made.per_second(made.good) == pytest.approx(2 / 1.16)
+    assert summary.errors == {"http_429": 2}
+    assert summary.good_fraction == 0.5
+    assert summary.per_second(summary.good) == pytest.approx(2 / 1.16)
 
 
 def test_the_cached_ratio_is_by_tokens_and_absent_if_not_reported() -> None:
@@ -73,27 +73,27 @@ def test_the_cached_ratio_is_by_tokens_and_absent_if_not_reported() -> None:
 
 
 def test_the_json_speaks_the_names_of_vllm_guidellm_and_aiperf() -> None:
-    made = report(record(), record(due_s=0.5, ttft_s=0.3)).as_json()
+    summary = report(record(), record(due_s=0.5, ttft_s=0.3)).as_json()
     for metric in ("ttft", "tpot", "itl", "e2el", "e2e_latency"):
-        for said in ("mean", "std", "median", "p90", "p95", "p99"):
-            assert made[f"{said}_{metric}_ms"] > 0 or said == "std"
-    assert made["mean_ttft_ms"] == pytest.approx(200.0)
-    assert made["completed"] == 2
-    assert made["request_throughput"] == made["aiperf"]["request_throughput"]["avg"]
-    assert made["guidellm"]["time_to_first_token_ms"]["mean"] == pytest.approx(200.0)
-    assert made["guidellm"]["time_per_output_token_ms"]["mean"] == pytest.approx(
+        for statistic in ("mean", "std", "median", "p90", "p95", "p99"):
+            assert summary[f"{statistic}_{metric}_ms"] > 0 or statistic == "std"
+    assert summary["mean_ttft_ms"] == pytest.approx(200.0)
+    assert summary["completed"] == 2
+    assert summary["request_throughput"] == summary["aiperf"]["request_throughput"]["avg"]
+    assert summary["guidellm"]["time_to_first_token_ms"]["mean"] == pytest.approx(200.0)
+    assert summary["guidellm"]["time_per_output_token_ms"]["mean"] == pytest.approx(
         (160 + 360) / 2 / 3
     )
-    assert made["aiperf"]["inter_token_latency"] == made["aiperf"]["inter_token_latency"] | {
+    assert summary["aiperf"]["inter_token_latency"] == summary["aiperf"]["inter_token_latency"] | {
         "unit": "ms"
     }
-    assert made["aiperf"]["inter_token_latency"]["avg"] == pytest.approx(30.0)
+    assert summary["aiperf"]["inter_token_latency"]["avg"] == pytest.approx(30.0)
     assert {
         "output_token_throughput",
         "request_latency",
         "goodput",
         "good_request_fraction",
-    } <= made["aiperf"].keys()
+    } <= summary["aiperf"].keys()
 
 
 def test_a_key_never_reaches_the_json() -> None:
@@ -101,7 +101,7 @@ def test_a_key_never_reaches_the_json() -> None:
 
 
 def test_a_run_without_answers_reports_nothing_rather_than_zeros() -> None:
-    made = report(record(error="connect")).as_json()
-    assert made["mean_ttft_ms"] is None
-    assert made["completed"] == 0
-    assert made["failed"] == 1
+    summary = report(record(error="connect")).as_json()
+    assert summary["mean_ttft_ms"] is None
+    assert summary["completed"] == 0
+    assert summary["failed"] == 1

@@ -59,8 +59,8 @@ def test_the_bar_is_full_when_all_requests_are_done_however_long_they_may_take()
 
 def test_a_client_that_sends_late_reports_it() -> None:
     late = Record(0, 0, 0.0, 0.5, 1.0, 0.6, 1.0, [0.4], 10, 2, 0, 200)
-    said = lines(Report(progress().plan, [late]))
-    assert any("sent late" in line for line in said)
+    text = lines(Report(progress().plan, [late]))
+    assert any("sent late" in line for line in text)
 
 
 def test_the_table_has_a_dash_where_nothing_was_measured() -> None:

@@ -32,7 +32,7 @@ PREFIX = 40  # blocks shared by the sessions of one kind
 
 
 def line(at: float, **more: Any) -> dict[str, Any]:
-    told = {
+    fields = {
         "time": at,
         "id": "req_1",
         "status": 200,
@@ -41,7 +41,7 @@ def line(at: float, **more: Any) -> dict[str, Any]:
         "received_us": 0,
     }
     return {
-        **told,
+        **fields,
         "model": "chat",
         "prompt_tokens": 20_800,
         "completion_tokens": 20,
@@ -51,7 +51,7 @@ def line(at: float, **more: Any) -> dict[str, Any]:
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    path.write_text("".join(json.dumps(line_) + "\n" for line_ in lines))
     return path
 
 
@@ -60,7 +60,7 @@ def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
     rng, lines = Random(1), []
     for number in range(2 * seconds):
         kind = rng.randrange(30)
-        keys = [1000 * kind + each for each in range(PREFIX)] + [10**6 + number]
+        keys = [1000 * kind + index for index in range(PREFIX)] + [10**6 + number]
         lines.append(line(1e9 + number / 2, **({"blocks": keys} if blocks else {})))
     return lines
 
@@ -92,11 +92,11 @@ def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_
     tmp_path: Path,
 ) -> None:
     log = write(tmp_path / "access.jsonl", traffic(60))
-    code, told = planned(tmp_path, log, {"policy": "round_robin"}, {"policy": "prefix_aware"})
+    code, result = planned(tmp_path, log, {"policy": "round_robin"}, {"policy": "prefix_aware"})
     assert code == 0
-    [pool] = told["pools"]
-    assert told["blocks"] is True
-    assert told["requests"] == 120
+    [pool] = result["pools"]
+    assert result["blocks"] is True
+    assert result["requests"] == 120
     assert pool["after"]["hit_ratio"] > pool["before"]["hit_ratio"]
     assert pool["after"]["ttft"]["mean"] < pool["before"]["ttft"]["mean"]
     assert pool["before"]["offered"] == pool["after"]["offered"] == 120
@@ -105,9 +105,9 @@ def test_a_policy_that_reads_prefixes_would_have_found_more_cached_and_answered_
 
 def test_equal_configurations_give_equal_results(tmp_path: Path) -> None:
     log = write(tmp_path / "access.jsonl", traffic(30))
-    code, told = planned(tmp_path, log, {"policy": "priced"}, {"policy": "priced"})
+    code, result = planned(tmp_path, log, {"policy": "priced"}, {"policy": "priced"})
     assert code == 0
-    [pool] = told["pools"]
+    [pool] = result["pools"]
     for side in ("before", "after"):
         for timed in ("pick_us", "wall_s"):
             del pool[side][timed]
@@ -117,11 +117,11 @@ def test_equal_configurations_give_equal_results(tmp_path: Path) -> None:
 
 def test_additional_refusals_are_reported_and_fail_a_check(tmp_path: Path) -> None:
     longer = {"prompt_tokens": 4000, "completion_tokens": 100}
-    log = write(tmp_path / "access.jsonl", [each | longer for each in traffic(40, blocks=False)])
+    log = write(tmp_path / "access.jsonl", [line_ | longer for line_ in traffic(40, blocks=False)])
     arguments = (tmp_path, log, {"cap": 24}, {"cap": 1}, "--fail-if-worse", "5")
-    code, told = planned(*arguments)
+    code, result = planned(*arguments)
     assert code == 3
-    assert told["pools"][0]["after"]["ends"]["shed"] > told["pools"][0]["before"]["ends"].get(
+    assert result["pools"][0]["after"]["ends"]["shed"] > result["pools"][0]["before"]["ends"].get(
         "shed", 0
     )
     code, _ = planned(tmp_path, log, {"cap": 1}, {"cap": 24}, "--fail-if-worse", "5")
@@ -157,7 +157,7 @@ def test_requests_before_the_span_warm_caches_and_do_not_count(tmp_path: Path) -
 def test_a_refused_request_counts_with_the_median_length_and_a_failed_one_does_not(
     tmp_path: Path,
 ) -> None:
-    lines = [line(1e9 + at, completion_tokens=40 + at) for at in range(3)]
+    lines = [line(1e9 + index, completion_tokens=40 + index) for index in range(3)]
     shed = line(
         1e9 + 4,
         status=429,
@@ -167,9 +167,9 @@ def test_a_refused_request_counts_with_the_median_length_and_a_failed_one_does_n
         body_bytes=4000,
     )
     lately = recent(write(tmp_path / "log", [*lines, shed, line(1e9 + 5, status=502)]), 60.0)
-    found = lately.requests(["chat"])
-    assert [each.output_tokens for each in found] == [40, 41, 42, 41]
-    assert found[-1].input_tokens == 1000
+    requests = lately.requests(["chat"])
+    assert [line_.output_tokens for line_ in requests] == [40, 41, 42, 41]
+    assert requests[-1].input_tokens == 1000
     assert lately.requests(["other"]) == []
     assert lately.requests([]) == []
     assert len(lately.requests(None)) == 4
@@ -203,16 +203,16 @@ def test_a_value_by_reference_is_reported_as_missing() -> None:
         "waiting_room": {"size": 4, "timeout": 1.0},
     }
     pool["endpoints"] = [{"max_concurrency": "${CAP}"}]  # type: ignore[dict-item]
-    told = {
+    result = {
         "pools": {"chat": pool},
         "slo": {"default": "s", "classes": {"s": {"ttft": 1.0, "tpot": 0.1}}},
     }
     with pytest.raises(CaseError, match="--running"):
-        cases(told)
+        cases(result)
     pool["endpoints"] = [{}]  # type: ignore[dict-item]
-    assert len(cases(told)["chat"].assumed) == 2
-    assert cases(told)["chat"].models is None
-    other = told | {
+    assert len(cases(result)["chat"].assumed) == 2
+    assert cases(result)["chat"].models is None
+    other = result | {
         "pools": {"chat": pool, "idle": pool},
         "models": [{"name": "a", "pool": "chat"}],
     }
@@ -220,7 +220,7 @@ def test_a_value_by_reference_is_reported_as_missing() -> None:
         "chat": ("a",),
         "idle": (),
     }
-    assert cases(told, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
+    assert cases(result, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
     for wrong in (Taken(model="gpt-9"), Taken(gpu="abacus")):
         with pytest.raises(CaseError, match="unknown"):
-            cases(told, wrong)
+            cases(result, wrong)

@@ -40,20 +40,20 @@ def call(*arguments: object) -> Result:
 
 def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) -> None:
     policies = ("--policy", "round_robin,prefix_aware", "--slo", "ttft=150ms,tpot=50ms")
-    asked = (trace, *policies, "--rate", "1,4", "--capacity", "90", "--json")
-    result = call(*asked)
+    request = (trace, *policies, "--rate", "1,4", "--capacity", "90", "--json")
+    result = call(*request)
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert [(point["policy"], point["load"]) for point in told["points"]] == [
+    reply = json.loads(result.stdout)
+    assert [(point["policy"], point["load"]) for point in reply["points"]] == [
         *(("round_robin", 1.0), ("round_robin", 4.0), ("prefix_aware", 1.0), ("prefix_aware", 4.0))
     ]
-    assert told["points"][2]["figures"]["hit_ratio"] > told["points"][0]["figures"]["hit_ratio"]
-    assert told["capacities"]["prefix_aware"][0]["load"] > 1
-    again = json.loads(call(*asked).stdout)
-    for one in (told, again):
-        for point in one["points"]:
+    assert reply["points"][2]["figures"]["hit_ratio"] > reply["points"][0]["figures"]["hit_ratio"]
+    assert reply["capacities"]["prefix_aware"][0]["load"] > 1
+    again = json.loads(call(*request).stdout)
+    for answer in (reply, again):
+        for point in answer["points"]:
             del point["figures"]["wall_s"], point["figures"]["pick_us"]
-    assert again == told
+    assert again == reply
 
 
 class _Page(HTMLParser):
@@ -120,9 +120,9 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
         "--json",
     )
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["requests"] == told["points"][0]["figures"]["offered"] == 15
-    assert told["options"]["standard"]["ttft_s"] == 0.5
+    reply = json.loads(result.stdout)
+    assert reply["requests"] == reply["points"][0]["figures"]["offered"] == 15
+    assert reply["options"]["standard"]["ttft_s"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_f
         "planner.replay.sweep.figures",
         lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0), offered=1),
     )
-    found = _capacity(
+    capacity = _capacity(
         Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None
     )
-    assert 2 <= found.load < 3
-    assert len(found.tried) > len(replayed) == len(set(replayed))
+    assert 2 <= capacity.load < 3
+    assert len(capacity.tried) > len(replayed) == len(set(replayed))
 
 
 @pytest.mark.parametrize(
@@ -197,21 +197,21 @@ def test_capacity_is_looked_for_far_above_and_below_the_first_load(
         lambda run, from_s: SimpleNamespace(attainment=1.0 if run <= truth else 0.0, offered=1),
     )
     contest = Contest(preset("F1"), (), ("any",), loads=(start,), by_users=by_users)
-    found = _capacity(contest, "any", 0.9, None)
-    assert truth * 0.95 <= found.load <= (truth + 1 if by_users else truth * 1.05)
-    assert not by_users or min(load for load, _ in found.tried) > 0.5
+    capacity = _capacity(contest, "any", 0.9, None)
+    assert truth * 0.95 <= capacity.load <= (truth + 1 if by_users else truth * 1.05)
+    assert not by_users or min(load for load, _ in capacity.tried) > 0.5
 
 
 def test_no_capacity_is_reported_when_no_request_follows_the_warm_up(trace: Path) -> None:
     """At six times its rate the trace of a minute ends within the warm-up."""
-    asked = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
-    result = call(*asked)
+    request = (trace, "--policy", "least_loaded", "--capacity", "90", "--warmup", "10s")
+    result = call(*request)
     assert result.exit_code == 1
     assert (
         "at load 7.59 no request counts after a warm-up of 10 s; use a shorter --warmup"
         in result.output
     )
-    assert call(*asked[:-1], "1h").exit_code == 1
+    assert call(*request[:-1], "1h").exit_code == 1
 
 
 def test_an_unknown_capacity_keeps_the_results_of_other_policies(
@@ -224,21 +224,23 @@ def test_an_unknown_capacity_keeps_the_results_of_other_policies(
 
     monkeypatch.setattr("planner.replay.sweep._capacity", capacity)
     page = tmp_path / "out.html"
-    asked = (trace, "--policy", "least_loaded,round_robin", "--capacity", "90", "--report", page)
-    result = call(*asked, "--json")
-    told = json.loads(result.stdout)
-    assert [point["policy"] for point in told["points"]] == ["least_loaded", "round_robin"]
-    ((missing,), (found,)) = (told["capacities"][name] for name in ("least_loaded", "round_robin"))
+    request = (trace, "--policy", "least_loaded,round_robin", "--capacity", "90", "--report", page)
+    result = call(*request, "--json")
+    reply = json.loads(result.stdout)
+    assert [point["policy"] for point in reply["points"]] == ["least_loaded", "round_robin"]
+    ((missing,), (outcome,)) = (
+        reply["capacities"][name] for name in ("least_loaded", "round_robin")
+    )
     assert (missing["load"], missing["reason"], missing["tried"]) == (
         None,
         "at load 7.59 nothing counts",
         [[1.0, 0.95]],
     )
-    assert found["load"] == 2.5
+    assert outcome["load"] == 2.5
     assert "least_loaded, 90%: at load 7.59 nothing counts." in page.read_text()
     assert "round_robin" in page.read_text()
     assert result.exit_code == 1
-    result = call(*asked)
+    result = call(*request)
     assert re.search(r"least_loaded +│ +– ", result.stdout)
     assert re.search(r"round_robin +│ +2\.5 ", result.stdout)
     assert (
@@ -249,7 +251,7 @@ def test_an_unknown_capacity_keeps_the_results_of_other_policies(
 
 def test_the_curve_of_a_distribution_ends_at_its_largest_sample() -> None:
     for count in (1, 7, 200, 1001):
-        points = _shares([float(each) for each in range(count)], 1.0)
+        points = _shares([float(index) for index in range(count)], 1.0)
         assert len(points) == min(200, count)
         assert points[-1] == (count - 1.0, 1.0)
         assert points == sorted(set(points))

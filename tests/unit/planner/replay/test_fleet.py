@@ -1,4 +1,4 @@
-"""The virtual fleet: every request ends once, equal seeds give equal runs, leaping changes nothing."""
+"""The virtual fleet: requests end once, equal seeds give equal runs, leaping changes nothing."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def ran(
 def told(run: Run) -> list[tuple[object, ...]]:
     return [
         (
-            one.group,
-            one.cached_tokens,
-            one.first_s,
-            one.done_s,
-            one.end,
-            one.refusals,
-            one.predicted_ttft_s,
+            record.group,
+            record.cached_tokens,
+            record.first_s,
+            record.done_s,
+            record.end,
+            record.refusals,
+            record.predicted_ttft_s,
         )
-        for one in run.records
+        for record in run.records
     ]
 
 
@@ -122,22 +122,26 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
         faults=faults,
     )
     assert len(run.records) == 30
-    for one in run.records:
-        assert one.end in (End.SERVED, End.SHED, End.LOST, End.LEFT)
-        assert (one.done_s is not None) == (one.end is End.SERVED)
+    for record in run.records:
+        assert record.end in (End.SERVED, End.SHED, End.LOST, End.LEFT)
+        assert (record.done_s is not None) == (record.end is End.SERVED)
         assert (
-            one.first_s is None or one.done_s is None or one.arrived_s < one.first_s <= one.done_s
+            record.first_s is None
+            or record.done_s is None
+            or record.arrived_s < record.first_s <= record.done_s
         )
 
 
 def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
     requests = some(60, 0.05, output=300)
     leapt, stepped = ran(requests), ran(requests, leaping=False)
-    assert [one.group for one in leapt.records] == [one.group for one in stepped.records]
-    for one, other in zip(leapt.records, stepped.records, strict=True):
-        assert one.ttft_s == pytest.approx(other.ttft_s, rel=1e-3)
-        assert one.tpot_s == pytest.approx(other.tpot_s, rel=1e-3)
-        assert one.longest_gap_s == pytest.approx(other.longest_gap_s, rel=2e-3)
+    assert [record.group for record in leapt.records] == [
+        record.group for record in stepped.records
+    ]
+    for record, other in zip(leapt.records, stepped.records, strict=True):
+        assert record.ttft_s == pytest.approx(other.ttft_s, rel=1e-3)
+        assert record.tpot_s == pytest.approx(other.tpot_s, rel=1e-3)
+        assert record.longest_gap_s == pytest.approx(other.longest_gap_s, rel=2e-3)
     assert sum(group.steps for group in leapt.groups) == sum(
         group.steps for group in stepped.groups
     )
@@ -162,27 +166,30 @@ def test_loads_are_back_at_nothing_when_all_is_over() -> None:
 
 def test_a_lost_group_breaks_answers_and_sends_those_without_a_token_elsewhere() -> None:
     run = ran(some(30, 0.02, output=400), faults=(Fault(0.5, 0, for_s=5.0),))
-    ends = {one.end for one in run.records}
+    ends = {record.end for record in run.records}
     assert ends == {End.SERVED, End.LOST}
-    assert any(one.moved and one.end is End.SERVED and one.group == "tp1" for one in run.records)
-    assert all(one.first_s is not None for one in run.records if one.end is End.LOST)
+    assert any(
+        record.moved and record.end is End.SERVED and record.group == "tp1"
+        for record in run.records
+    )
+    assert all(record.first_s is not None for record in run.records if record.end is End.LOST)
 
 
 def test_a_drained_group_gets_nothing_new_ends_what_it_has_and_comes_back_with_its_cache() -> None:
     run = ran(some(60, 0.2, output=400), faults=(Fault(3.0, 0, Trouble.DRAIN, 4.0),))
-    assert {one.end for one in run.records} == {End.SERVED}
-    mine = [one for one in run.records if one.group == "tp0"]
-    assert any(one.arrived_s < 3.0 < (one.done_s or 0.0) for one in mine)
-    assert not [one for one in mine if 3.0 <= one.arrived_s < 7.0]
-    assert [one for one in mine if one.arrived_s >= 7.0 and one.cached_tokens]
+    assert {record.end for record in run.records} == {End.SERVED}
+    mine = [record for record in run.records if record.group == "tp0"]
+    assert any(record.arrived_s < 3.0 < (record.done_s or 0.0) for record in mine)
+    assert not [record for record in mine if 3.0 <= record.arrived_s < 7.0]
+    assert [record for record in mine if record.arrived_s >= 7.0 and record.cached_tokens]
 
 
 def test_a_cold_group_gets_nothing_before_it_joins_and_its_share_after() -> None:
     spec = FleetSpec("cold", (H100, msgspec.structs.replace(H100, up_at_s=4.0)))
     run = ran(some(60, 0.2), spec, policy="least_loaded")
-    joined = [one for one in run.records if one.group == "tp1"]
+    joined = [record for record in run.records if record.group == "tp1"]
     assert joined
-    assert min(one.arrived_s for one in joined) >= 4.0
+    assert min(record.arrived_s for record in joined) >= 4.0
 
 
 def test_a_slow_fault_lasts_as_long_as_configured() -> None:
@@ -202,18 +209,18 @@ def test_a_slowness_ends_without_ending_another_that_began_meanwhile() -> None:
 
 def test_the_exact_view_believes_what_the_engine_finds() -> None:
     run = ran(some(40, 1.0), view=View.EXACT)
-    assert [one.believed_tokens for one in run.records] == [
-        one.cached_tokens for one in run.records
+    assert [record.believed_tokens for record in run.records] == [
+        record.cached_tokens for record in run.records
     ]
     assert (
-        sum(one.cached_tokens for one in run.records)
-        == sum(one.ideal_tokens for one in run.records)
+        sum(record.cached_tokens for record in run.records)
+        == sum(record.ideal_tokens for record in run.records)
         > 0
     )
 
 
 def test_an_index_without_updates_matches_nothing() -> None:
-    assert {one.believed_tokens for one in ran(some(), lost_events=1.0).records} == {0}
+    assert {record.believed_tokens for record in ran(some(), lost_events=1.0).records} == {0}
 
 
 def test_obedient_clients_retry_after_the_given_time() -> None:
@@ -221,10 +228,11 @@ def test_obedient_clients_retry_after_the_given_time() -> None:
     room = WaitingRoom(size=1, timeout_s=0.5)
     refused = ran(some(12, 0.01), spec, admission="cap", limits=room)
     patient = ran(some(12, 0.01), spec, admission="cap", limits=room, clients=Clients(retries=5))
-    served = [sum(one.end is End.SERVED for one in run.records) for run in (refused, patient)]
+    served = [sum(record.end is End.SERVED for record in run.records) for run in (refused, patient)]
     assert served[0] < served[1]
     assert any(
-        one.refusals and one.end is End.SERVED and one.ttft_s > 0.4 for one in patient.records
+        record.refusals and record.end is End.SERVED and record.ttft_s > 0.4
+        for record in patient.records
     )  # type: ignore[operator]
 
 
@@ -233,7 +241,7 @@ def test_what_fits_nowhere_is_refused_and_what_fits_somewhere_goes_there() -> No
     run = ran(
         [TraceRequest(0.0, 50_000, 10), TraceRequest(0.0, 200_000, 10)], spec, policy="round_robin"
     )
-    assert [(one.end, one.group, one.reason) for one in run.records] == [
+    assert [(record.end, record.group, record.reason) for record in run.records] == [
         (End.SERVED, "tp1", ""),
         (End.SHED, "", "too_long"),
     ]
@@ -248,8 +256,11 @@ def split_fleet(link_gb_s: float) -> FleetSpec:
 
 
 def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
-    one = [TraceRequest(0.0, 8000, 50)]
-    (fast,), (slow,) = ran(one, split_fleet(100.0)).records, ran(one, split_fleet(1.0)).records
+    record = [TraceRequest(0.0, 8000, 50)]
+    (fast,), (slow,) = (
+        ran(record, split_fleet(100.0)).records,
+        ran(record, split_fleet(1.0)).records,
+    )
     assert (fast.prefilled_by, fast.group) == ("tp0", "tp1")
     kv_bytes = H100.shape.kv_token_bytes * 8000
     assert slow.first_s - fast.first_s == pytest.approx(kv_bytes / 1e9 - kv_bytes / 1e11, rel=1e-3)  # type: ignore[operator]
@@ -263,25 +274,25 @@ def test_halves_go_to_groups_whose_kv_can_hold_them_and_what_no_pair_can_hold_is
     decodes = [msgspec.structs.replace(kind, role=Role.DECODE) for kind in (small, H100)]
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("unequal", (large, *decodes)))
-    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {
+    assert {(record.end, record.prefilled_by, record.group) for record in run.records} == {
         (End.SERVED, "tp0", "tp2")
     }
     run = ran(long, FleetSpec("small", (large, decodes[0])))
-    assert {(one.end, one.reason) for one in run.records} == {(End.SHED, "too_long")}
+    assert {(record.end, record.reason) for record in run.records} == {(End.SHED, "too_long")}
 
 
 def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold() -> None:
     small = msgspec.structs.replace(H100, kv_tokens=8192)
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("both", (small, H100), pairs=True))
-    assert {(one.end, one.prefilled_by, one.group) for one in run.records} == {
+    assert {(record.end, record.prefilled_by, record.group) for record in run.records} == {
         (End.SERVED, "", "tp1")
     }
 
 
 def test_a_link_carries_one_prompt_after_another() -> None:
     run = ran([TraceRequest(0.0, 8000, 5) for _ in range(3)], split_fleet(0.5))
-    firsts = sorted(one.first_s for one in run.records)  # type: ignore[type-var]
+    firsts = sorted(record.first_s for record in run.records)  # type: ignore[type-var]
     each_s = H100.shape.kv_token_bytes * 8000 / 0.5e9
     assert firsts[1] - firsts[0] == pytest.approx(each_s, rel=0.05)  # type: ignore[operator]
     assert firsts[2] - firsts[1] == pytest.approx(each_s, rel=0.05)  # type: ignore[operator]
@@ -306,5 +317,5 @@ def test_a_closed_loop_sends_after_the_answer_and_the_think_time() -> None:
 
 def test_what_is_not_over_at_the_horizon_is_cut() -> None:
     run = ran(some(100, 0.2, output=200), horizon_s=10.0)
-    assert {one.end for one in run.records} == {End.SERVED, End.CUT}
-    assert max(one.arrived_s for one in run.records) <= 10.0
+    assert {record.end for record in run.records} == {End.SERVED, End.CUT}
+    assert max(record.arrived_s for record in run.records) <= 10.0

@@ -36,22 +36,26 @@ def test_a_good_request_keeps_both_budgets() -> None:
 
 
 def test_rates_are_of_the_span_in_which_requests_came() -> None:
-    told = figures(run(record(0.0), record(5.0, ttft=3.0), record(10.0)))
-    assert (told.attainment, told.goodput, told.span_s) == (pytest.approx(2 / 3), 0.2, 10.0)
-    assert told.token_goodput == pytest.approx(2 * 1011 / 10)
+    summary = figures(run(record(0.0), record(5.0, ttft=3.0), record(10.0)))
+    assert (summary.attainment, summary.goodput, summary.span_s) == (
+        pytest.approx(2 / 3),
+        0.2,
+        10.0,
+    )
+    assert summary.token_goodput == pytest.approx(2 * 1011 / 10)
 
 
 def test_refused_and_lost_requests_are_offered_ones_that_were_not_good() -> None:
-    told = figures(
+    summary = figures(
         run(
             record(0.0),
             record(1.0, None, end=End.SHED, reason="price"),
             record(2.0, None, end=End.LOST),
         )
     )
-    assert told.attainment == pytest.approx(1 / 3)
-    assert told.ends == {"served": 1, "shed": 1, "lost": 1}
-    assert told.reasons == {"price": 1}
+    assert summary.attainment == pytest.approx(1 / 3)
+    assert summary.ends == {"served": 1, "shed": 1, "lost": 1}
+    assert summary.reasons == {"price": 1}
 
 
 def test_what_the_horizon_cut_is_a_miss_only_when_it_was_late_already() -> None:
@@ -69,18 +73,18 @@ def test_without_counted_requests_attainment_is_zero() -> None:
 
 
 def test_hits_are_reported_of_all_prompts_and_of_an_unlimited_cache() -> None:
-    told = figures(
+    summary = figures(
         run(
             record(0.0, cached_tokens=200, ideal_tokens=400),
             record(1.0, cached_tokens=100, ideal_tokens=200),
         )
     )
-    assert (told.hit_ratio, told.of_ideal) == (0.15, 0.5)
+    assert (summary.hit_ratio, summary.of_ideal) == (0.15, 0.5)
 
 
 def test_waste_is_prefill_of_unserved_requests() -> None:
-    told = figures(run(record(0.0), record(1.0, None, end=End.LEFT, wasted_tokens=250)))
-    assert told.wasted == 0.2
+    summary = figures(run(record(0.0), record(1.0, None, end=End.LEFT, wasted_tokens=250)))
+    assert summary.wasted == 0.2
 
 
 def test_imbalance_is_the_busiest_over_the_mean() -> None:
@@ -94,24 +98,24 @@ def test_imbalance_is_the_busiest_over_the_mean() -> None:
 def test_tenants_are_compared_by_how_much_of_theirs_was_good() -> None:
     mine = [record(number, tenant="a") for number in range(4)]
     yours = [record(number, ttft=0.5 if number else 2.0, tenant="b") for number in range(2)]
-    told = figures(run(*mine, *yours))
-    assert told.worst_tenant == 0.5
-    assert told.jain == pytest.approx(1.5**2 / (2 * 1.25))
-    assert told.tenants["b"].good == 1
+    summary = figures(run(*mine, *yours))
+    assert summary.worst_tenant == 0.5
+    assert summary.jain == pytest.approx(1.5**2 / (2 * 1.25))
+    assert summary.tenants["b"].good == 1
     assert jain([3.0, 3.0]) == jain([]) == 1.0
     assert jain([1.0, 0.0, 0.0, 0.0]) == 0.25
 
 
 def test_errors_of_predictions_are_relative_to_what_came() -> None:
     one = record(0.0, predicted_ttft_s=0.6, predicted_tpot_s=0.04)
-    told = figures(run(one, record(1.0)))
-    assert (told.ttft_error, told.tpot_error) == (pytest.approx(0.2), pytest.approx(0.2))
-    assert told.ttft_error_p50 == pytest.approx(0.2)
+    summary = figures(run(one, record(1.0)))
+    assert (summary.ttft_error, summary.tpot_error) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert summary.ttft_error_p50 == pytest.approx(0.2)
 
 
 def test_first_retries_count_returning_clients() -> None:
     returned = record(0.0, refusals=1)
-    told = figures(
+    summary = figures(
         run(
             returned,
             record(1.0, refusals=2),
@@ -119,7 +123,7 @@ def test_first_retries_count_returning_clients() -> None:
             record(3.0),
         )
     )
-    assert told.at_first_retry == 0.5
+    assert summary.at_first_retry == 0.5
 
 
 def test_regret_is_the_worst_ratio_to_the_best_of_the_others() -> None:
@@ -134,9 +138,9 @@ def test_capacity_is_where_attainment_crosses_the_target(knee: float, target: fl
     def attainment(load: float) -> float:
         return max(0.0, min(1.0, 1.0 - (1 - target) * (load / knee) ** 3))
 
-    found = capacity(attainment, target)
-    assert found.load == pytest.approx(knee, rel=0.005)
-    assert len(found.tried) == len({load for load, _ in found.tried}) < 20
+    result = capacity(attainment, target)
+    assert result.load == pytest.approx(knee, rel=0.005)
+    assert len(result.tried) == len({load for load, _ in result.tried}) < 20
 
 
 def test_capacity_has_ends() -> None:

@@ -21,8 +21,8 @@ FIGURES = [f"{number}1.{number:02}%" for number in range(len(HEADS) - 2)]
 
 def printed(width: int, names: tuple[str, ...] = NAMES) -> str:
     console = Console(file=io.StringIO(), width=width)
-    for each in figure_tables(HEADS, [[name, "0.5", *FIGURES] for name in names], width):
-        console.print(each)
+    for figure_table in figure_tables(HEADS, [[name, "0.5", *FIGURES] for name in names], width):
+        console.print(figure_table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

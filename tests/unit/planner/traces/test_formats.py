@@ -85,13 +85,17 @@ def logged(at: float, prompt: int | None, status: int = 200, **other: object) ->
 
 
 def test_azure_counts_from_the_first_moment_and_knows_no_prefixes() -> None:
-    found = list(azure(AZURE.splitlines(keepends=True)))
-    assert [(one.input_tokens, one.output_tokens, one.blocks) for one in found] == [
+    requests = list(azure(AZURE.splitlines(keepends=True)))
+    assert [
+        (request.input_tokens, request.output_tokens, request.blocks) for request in requests
+    ] == [
         (374, 44, ()),
         (396, 109, ()),
         (879, 1, ()),
     ]
-    assert [one.arrival_s for one in found] == pytest.approx([0.0, 4.314579, 4.541977], abs=1e-6)
+    assert [request.arrival_s for request in requests] == pytest.approx(
+        [0.0, 4.314579, 4.541977], abs=1e-6
+    )
 
 
 def test_a_session_is_a_closed_loop_and_its_subagent_another() -> None:
@@ -102,22 +106,27 @@ def test_a_session_is_a_closed_loop_and_its_subagent_another() -> None:
 
 
 def test_sessions_share_tools_and_system_prompt_alone() -> None:
-    one, *_ = agents([session()])
-    found = list(agents([session(), session(id="trace_2"), session(id="trace_3", tool_tokens=601)]))
-    other, third = found[3], found[6]
-    assert len(one.blocks) == 3
-    assert one.blocks[:2] == other.blocks[:2]
-    assert one.blocks[2] != other.blocks[2]
-    assert set(one.blocks) & set(third.blocks) == set()
-    assert found[1].blocks[:3] == found[0].blocks  # the next turn begins with this one
+    request, *_ = agents([session()])
+    requests = list(
+        agents([session(), session(id="trace_2"), session(id="trace_3", tool_tokens=601)])
+    )
+    other, third = requests[3], requests[6]
+    assert len(request.blocks) == 3
+    assert request.blocks[:2] == other.blocks[:2]
+    assert request.blocks[2] != other.blocks[2]
+    assert set(request.blocks) & set(third.blocks) == set()
+    assert requests[1].blocks[:3] == requests[0].blocks  # the next turn begins with this one
 
 
 def test_a_session_ends_where_its_context_grows_too_large() -> None:
-    assert [one.input_tokens for one in agents([session()], most_context=2000)] == [1600, 640]
+    assert [request.input_tokens for request in agents([session()], most_context=2000)] == [
+        1600,
+        640,
+    ]
 
 
 def test_bailian_turns_are_one_session_with_their_16_token_blocks() -> None:
-    found = list(
+    requests = list(
         bailian(
             [
                 chat(7, -1, 1, 1, 2),
@@ -127,8 +136,13 @@ def test_bailian_turns_are_one_session_with_their_16_token_blocks() -> None:
             ]
         )
     )
-    assert [one.session for one in found] == ["chat 7", "chat 7", "chat 7", "chat 12"]
-    assert (found[1].blocks, found[1].block_tokens, found[1].slo, found[1].arrival_s) == (
+    assert [request.session for request in requests] == ["chat 7", "chat 7", "chat 7", "chat 12"]
+    assert (
+        requests[1].blocks,
+        requests[1].block_tokens,
+        requests[1].slo,
+        requests[1].arrival_s,
+    ) == (
         (1, 2, 3),
         16,
         "text",
@@ -137,13 +151,13 @@ def test_bailian_turns_are_one_session_with_their_16_token_blocks() -> None:
 
 
 def test_token_ids_share_blocks_exactly_as_far_as_they_are_equal() -> None:
-    one, two, three = sharegpt(
+    request, two, three = sharegpt(
         [tokens(*range(40)), tokens(*range(32), 99), tokens(5, *range(1, 40))]
     )
-    assert one.blocks[:2] == two.blocks[:2]
-    assert one.blocks[2] != two.blocks[2]
-    assert set(one.blocks) & set(three.blocks) == set()
-    assert one.arrival_s == 2.0
+    assert request.blocks[:2] == two.blocks[:2]
+    assert request.blocks[2] != two.blocks[2]
+    assert set(request.blocks) & set(three.blocks) == set()
+    assert request.arrival_s == 2.0
 
 
 def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() -> None:
@@ -162,19 +176,19 @@ def test_our_own_log_is_replayed_in_order_of_arrival_without_what_was_refused() 
 
 
 def test_lengths_without_reported_usage_are_estimated() -> None:
-    (one,) = access([logged(1.0, None, completion_tokens=None, body_bytes=4000, events=12)])
-    assert (one.input_tokens, one.output_tokens) == (1000, 10)
+    (request,) = access([logged(1.0, None, completion_tokens=None, body_bytes=4000, events=12)])
+    assert (request.input_tokens, request.output_tokens) == (1000, 10)
 
 
 def test_b2b_sends_at_its_rate_with_shared_customer_prompts() -> None:
-    found = list(b2b(20.0, 200.0, seed=3))
-    assert len(found) / 200 == pytest.approx(20.0, rel=0.1)
-    assert {(one.input_tokens, one.output_tokens, len(one.blocks)) for one in found} == {
-        (7200, 1000, 15)
-    }
-    assert len({one.blocks[:11] for one in found}) == 150
-    assert len({one.blocks[11:] for one in found}) == len(found)
-    assert found == list(b2b(20.0, 200.0, seed=3))
+    requests = list(b2b(20.0, 200.0, seed=3))
+    assert len(requests) / 200 == pytest.approx(20.0, rel=0.1)
+    assert {
+        (request.input_tokens, request.output_tokens, len(request.blocks)) for request in requests
+    } == {(7200, 1000, 15)}
+    assert len({request.blocks[:11] for request in requests}) == 150
+    assert len({request.blocks[11:] for request in requests}) == len(requests)
+    assert requests == list(b2b(20.0, 200.0, seed=3))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +262,7 @@ def test_a_bad_line_is_named_by_file_and_number(kind: str, bad: bytes) -> None:
 
 
 def test_a_run_of_blocks_is_read_no_further_than_its_prompt_reaches() -> None:
-    (one,) = agents(
+    (request,) = agents(
         [
             session(
                 requests=[
@@ -257,7 +271,7 @@ def test_a_run_of_blocks_is_read_no_further_than_its_prompt_reaches() -> None:
             )
         ]
     )
-    assert len(one.blocks) == 3
+    assert len(request.blocks) == 3
 
 
 @pytest.mark.parametrize("spoilt", [slice(0, 40), slice(10, None)], ids=["cut", "no-gzip"])
@@ -301,9 +315,9 @@ def test_a_file_in_no_known_format_is_refused_at_its_first_line(
 def test_blocks_of_any_size_share_exactly_the_blocks_below_the_common_prefix(size: int) -> None:
     """Two prompts of 4,096 tokens equal in their first 2,048, recorded in blocks of 128."""
     shared, mine, yours = range(16), range(100, 116), range(200, 216)
-    one = TraceRequest(0.0, 4096, 1, (*shared, *mine), 128)
+    request = TraceRequest(0.0, 4096, 1, (*shared, *mine), 128)
     two = TraceRequest(0.0, 4096, 1, (*shared, *yours), 128)
-    keys, others = keys_of(one, size), keys_of(two, size)
+    keys, others = keys_of(request, size), keys_of(two, size)
     assert len(keys) == len(others) == 4096 // size
     assert [a == b for a, b in zip(keys, others, strict=True)] == [
         place < 2048 // size for place in range(4096 // size)
@@ -320,11 +334,11 @@ def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was
     """Two prompts of 4,096 tokens that are equal in their first 20 recorded blocks."""
     blocks = -(-4096 // recorded)
     shared = min(20, blocks // 2)
-    one = TraceRequest(0.0, 4096, 1, tuple(range(blocks)), recorded)
+    request = TraceRequest(0.0, 4096, 1, tuple(range(blocks)), recorded)
     two = TraceRequest(
         0.0, 4096, 1, (*range(shared), *range(9000, 9000 + blocks - shared)), recorded
     )
-    keys, others = keys_of(one, size), keys_of(two, size)
+    keys, others = keys_of(request, size), keys_of(two, size)
     assert len(keys) == len(others) == 4096 // size
     assert len(set(keys)) == len(keys)
     equal = [a == b for a, b in zip(keys, others, strict=True)]
@@ -333,6 +347,6 @@ def test_blocks_of_sizes_that_do_not_divide_each_other_never_claim_more_than_was
 
 def test_blocks_cut_smaller_keep_64_bit_ids_apart() -> None:
     high = [((1 << 56) * copy) + 5 for copy in range(256)]
-    keys = [key for each in high for key in keys_of(TraceRequest(0.0, 512, 1, (each,)), 16)]
+    keys = [key for item in high for key in keys_of(TraceRequest(0.0, 512, 1, (item,)), 16)]
     assert len(set(keys)) == len(keys) == 256 * 32
     assert max(keys) < 1 << 64

@@ -30,34 +30,37 @@ def turns(session: str, count: int) -> list[TraceRequest]:
 
 
 def test_a_rate_brings_moments_closer_and_a_slice_begins_at_nought() -> None:
-    assert [one.arrival_s for one in scaled(every(1.0, 3), 4.0)] == [0.0, 0.25, 0.5]
-    assert [one.arrival_s for one in sliced(every(1.0), 2.0, 5.0)] == [0.0, 1.0, 2.0]
+    assert [request.arrival_s for request in scaled(every(1.0, 3), 4.0)] == [0.0, 0.25, 0.5]
+    assert [request.arrival_s for request in sliced(every(1.0), 2.0, 5.0)] == [0.0, 1.0, 2.0]
 
 
 def test_a_slice_keeps_or_leaves_whole_sessions() -> None:
     early, late = turns("early", 3), turns("late", 3)
     late[0] = TraceRequest(9.0, 1024, 5, session="late")
-    assert {one.session for one in sliced(early + late, 0.0, 5.0)} == {"early"}
-    assert [one.session for one in sliced(early + late, 5.0)] == ["late"] * 3
+    assert {request.session for request in sliced(early + late, 0.0, 5.0)} == {"early"}
+    assert [request.session for request in sliced(early + late, 5.0)] == ["late"] * 3
 
 
 def test_parts_of_a_mix_come_together_and_share_nothing() -> None:
-    found = mixed(
+    requests = mixed(
         [
             Part(every(1.0), slo="fast", tenant="a"),
             Part(every(1.0), rate=2.0, tenant="b", priority=1),
         ]
     )
-    assert [one.arrival_s for one in found] == sorted(one.arrival_s for one in found)
+    assert [request.arrival_s for request in requests] == sorted(
+        request.arrival_s for request in requests
+    )
     blocks = [
-        {each for one in found if one.tenant == tenant for each in one.blocks} for tenant in "ab"
+        {block for request in requests if request.tenant == tenant for block in request.blocks}
+        for tenant in "ab"
     ]
     assert blocks[0] & blocks[1] == set()
-    assert {(one.tenant, one.slo, one.priority) for one in found} == {
+    assert {(request.tenant, request.slo, request.priority) for request in requests} == {
         ("a", "fast", 0),
         ("b", "", 1),
     }
-    assert max(one.arrival_s for one in found if one.tenant == "b") == 4.5
+    assert max(request.arrival_s for request in requests if request.tenant == "b") == 4.5
 
 
 def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_mix_is_a_file_of_traces_beside_it(tmp_path: Path) -> None:
     )
     mix = tmp_path / "mix.yaml"
     mix.write_text("- {trace: a.csv, slo: chat, tenant: x}\n- {trace: a.csv, rate: 2, tenant: y}\n")
-    assert [(one.tenant, one.slo, one.input_tokens) for one in read_trace(mix)] == [
+    assert [(request.tenant, request.slo, request.input_tokens) for request in read_trace(mix)] == [
         ("x", "chat", 374),
         ("y", "", 374),
     ]
@@ -101,7 +104,7 @@ def test_no_more_parts_are_mixed_than_block_ids_can_tell_apart() -> None:
 def test_sessions_with_think_times_are_closed_loops_and_all_else_comes_whatever_happens() -> None:
     load = traffic(every(1.0, 3) + turns("s", 3) + turns("alone", 1))
     assert (len(load.arrivals), len(load.loops)) == (4, 1)
-    assert [one.blocks[1] - PRIVATE for one in load.loops[0].requests()] == [0, 1, 2]
+    assert [request.blocks[1] - PRIVATE for request in load.loops[0].requests()] == [0, 1, 2]
     assert len(list(load.loops[0].requests())) == 3  # a traffic is replayed many times
 
 
@@ -110,14 +113,14 @@ def test_repeated_sessions_get_new_ids_for_their_own_blocks() -> None:
     first = [
         [next(requests) for _ in range(9)] for requests in (loop.requests() for loop in load.loops)
     ]
-    names = {one.session for user in first for one in user}
+    names = {request.session for user in first for request in user}
     assert len(names) > 3
     by_session: dict[int, set[str]] = {}
     for user in first:
-        for one in user:
-            assert one.think_s is not None
-            assert one.blocks[0] == 3
-            by_session.setdefault(one.blocks[1], set()).add(one.session)
+        for request in user:
+            assert request.think_s is not None
+            assert request.blocks[0] == 3
+            by_session.setdefault(request.blocks[1], set()).add(request.session)
     assert all(len(sessions) == 1 for sessions in by_session.values())
     again = users(turns("s", 4), 3, seed=1)
     assert [loop.begins_s for loop in load.loops] == [loop.begins_s for loop in again.loops]
@@ -125,16 +128,16 @@ def test_repeated_sessions_get_new_ids_for_their_own_blocks() -> None:
 
 def test_requests_without_a_session_are_gone_through_one_by_one_by_all_users_together() -> None:
     load = users(every(1.0, 6), 3, seed=1)
-    asked = [
+    result = [
         next(requests).blocks
         for requests in [loop.requests() for loop in load.loops]
         for _ in range(2)
     ]
-    assert sorted(asked) == [(number,) for number in range(6)]
+    assert sorted(result) == [(number,) for number in range(6)]
 
 
 def test_copies_of_a_session_keep_names_of_their_own_however_often_users_go_through_it() -> None:
     (loop,) = users([TraceRequest(0.0, 1024, 5, (3, PRIVATE), session="s")], 1).loops
-    names = [one.blocks[1] for one, _ in zip(loop.requests(), range(1000), strict=False)]
+    names = [request.blocks[1] for request, _ in zip(loop.requests(), range(1000), strict=False)]
     assert len(set(names)) == len(names)
     assert all(0 <= name < 1 << 64 for name in names)

@@ -23,11 +23,11 @@ def line(timestamp: int, tokens: int, *blocks: int, output: int = 10) -> bytes:
 
 
 def test_equal_ids_are_equal_text_and_lengths_are_those_recorded() -> None:
-    one, other = mooncake([line(0, 1200, 0, 5, 6), line(0, 1100, 0, 5, 7)])
+    request, other = mooncake([line(0, 1200, 0, 5, 6), line(0, 1100, 0, 5, 7)])
     shared = 2 * BLOCK_TOKENS * BYTES_PER_TOKEN
-    assert len(one.prompt()) == 1200 * BYTES_PER_TOKEN
-    assert one.prompt()[:shared] == other.prompt()[:shared]
-    assert one.prompt()[shared:][:100] != other.prompt()[shared:][:100]
+    assert len(request.prompt()) == 1200 * BYTES_PER_TOKEN
+    assert request.prompt()[:shared] == other.prompt()[:shared]
+    assert request.prompt()[shared:][:100] != other.prompt()[shared:][:100]
 
 
 def test_a_batch_of_one_timestamp_is_spread_over_its_three_seconds() -> None:

@@ -48,15 +48,21 @@ def queued(seconds: float, count: int = 2) -> list[Candidate]:
 
 
 def refused(
-    made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any
+    priced: PricedAdmission,
+    candidates: list[Candidate],
+    view: View,
+    tries: int = 400,
+    **request: Any,
 ) -> float:
     """Return the share of equal queries that is refused by price."""
-    verdicts = [made.judge(asking(seed=seed, **asked), candidates, view) for seed in range(tries)]
+    verdicts = [
+        priced.judge(asking(seed=seed, **request), candidates, view) for seed in range(tries)
+    ]
     return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
 
 
 def overload(
-    made: PricedAdmission,
+    priced: PricedAdmission,
     candidates: list[Candidate],
     tenant: str = "tenant",
     requests: int = 400,
@@ -65,15 +71,15 @@ def overload(
     """Let a tenant request, and get, more than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
-        made.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
-    made.tick(NOW, candidates)
+        priced.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
+    priced.tick(NOW, candidates)
 
 
 def test_nothing_is_refused_while_the_queue_is_within_the_promise() -> None:
-    made = admission()
-    assert refused(made, queued(0.5), View()) == 0
-    assert refused(made, queued(3.9), View()) == 0
-    assert made.price == 0
+    priced = admission()
+    assert refused(priced, queued(0.5), View()) == 0
+    assert refused(priced, queued(3.9), View()) == 0
+    assert priced.price == 0
 
 
 def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
@@ -85,39 +91,37 @@ def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
 
 @pytest.mark.parametrize("before", [0, 50])
 def test_an_impossible_budget_sets_no_price_for_others(before: int) -> None:
-    made, fleet = admission(), queued(0.2)
+    priced, fleet = admission(), queued(0.2)
     for _ in range(before):
-        made.judge(asking(), fleet, View())
-    made.judge(asking(slo=Slo(ttft_s=0.001)), fleet, View())
-    assert refused(made, fleet, View()) == 0
+        priced.judge(asking(), fleet, View())
+    priced.judge(asking(slo=Slo(ttft_s=0.001)), fleet, View())
+    assert refused(priced, fleet, View()) == 0
 
 
 def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
-    made, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
+    priced, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
     for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
-        made.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
-    made.tick(NOW, fleet)
-    assert refused(made, fleet, view) == 0
+        priced.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.tick(NOW, fleet)
+    assert refused(priced, fleet, view) == 0
 
 
 def test_budgets_up_to_ten_times_as_tight_as_the_typical_one_count_in_full() -> None:
-    made, fleet, mean = admission(), queued(0.0), 0.2
+    priced, fleet, mean = admission(), queued(0.0), 0.2
     for ttft_s in (5.0, 60.0, 2.0, 0.5, 86_400.0, 1.0):
-        made.judge(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
+        priced.judge(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
         mean += 0.02 * (1.0 / ttft_s - mean)
-    assert made._budget == pytest.approx(mean, rel=1e-12)
+    assert priced._budget == pytest.approx(mean, rel=1e-12)
 
 
 def test_in_lasting_overload_the_queue_must_be_shorter() -> None:
-    made, fleet = admission(), queued(3.0)
-    assert refused(made, fleet, View()) == 0
-    overload(made, fleet)
-    assert refused(made, fleet, View()) > 0.5
+    priced, fleet = admission(), queued(3.0)
+    assert refused(priced, fleet, View()) == 0
+    overload(priced, fleet)
+    assert refused(priced, fleet, View()) > 0.5
 
 
-def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_many_short_ones_is() -> (
-    None
-):
+def test_a_few_long_prompts_are_no_lasting_overload_but_many_short_ones_are() -> None:
     fleet = queued(3.0)
     by_chance, lasting = admission(), admission()
     overload(by_chance, fleet, requests=8, prompt_tokens=100_000)
@@ -128,15 +132,15 @@ def test_some_long_prompts_at_once_are_no_lasting_overload_where_less_work_in_ma
 
 def test_booked_kv_has_a_price_only_as_far_as_engines_use_it() -> None:
     fleet = queued(0.1)
-    for each in fleet:
-        each.load.kv_booked = 900_000
-    made = admission()
-    made.tick(NOW, fleet)
-    assert refused(made, fleet, View()) > 0.1
-    for each in fleet:
-        each.load.timeline.kv_ratio = 0.5  # shared prefixes
-    made.tick(NOW, fleet)
-    assert refused(made, fleet, View()) == 0
+    for candidate_ in fleet:
+        candidate_.load.kv_booked = 900_000
+    priced = admission()
+    priced.tick(NOW, fleet)
+    assert refused(priced, fleet, View()) > 0.1
+    for candidate_ in fleet:
+        candidate_.load.timeline.kv_ratio = 0.5  # shared prefixes
+    priced.tick(NOW, fleet)
+    assert refused(priced, fleet, View()) == 0
 
 
 def test_waiting_requests_count_as_queue() -> None:
@@ -146,59 +150,59 @@ def test_waiting_requests_count_as_queue() -> None:
 def answering(step_s: float, count: int = 2) -> list[Candidate]:
     """Return endpoints that only decode, with this step time."""
     fleet = queued(0.0, count)
-    for each in fleet:
-        each.load.decode_tokens, each.load.decoding = 1000, 4
-        each.load.timeline.decode_s = step_s
+    for candidate_ in fleet:
+        candidate_.load.decode_tokens, candidate_.load.decoding = 1000, 4
+        candidate_.load.timeline.decode_s = step_s
     return fleet
 
 
 def test_waiting_requests_count_at_the_pace_of_the_endpoints() -> None:
-    made, view = admission(), View(waiting=20, waiting_s=6.0)
-    assert refused(made, answering(0.0), view) == 0
+    priced, view = admission(), View(waiting=20, waiting_s=6.0)
+    assert refused(priced, answering(0.0), view) == 0
     busy = answering(0.06)  # a third of the planned budget of 85 ms per token is left for prompts
-    made.tick(NOW, busy)
-    assert refused(made, busy, view) > 0.9
+    priced.tick(NOW, busy)
+    assert refused(priced, busy, view) > 0.9
 
 
 def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_have() -> None:
-    made, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
+    priced, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
     relaxed = asking(slo=Slo(tpot_s=1.0))
-    made.booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
-    made.tick(NOW, fleet)
-    assert refused(made, fleet, view) == 0
+    priced.booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.tick(NOW, fleet)
+    assert refused(priced, fleet, view) == 0
 
 
 def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_others_too() -> (
     None
 ):
-    made, fleet = admission(), answering(0.01, count=4)
-    assert made.judge(asking(), fleet, View()) == Admit()
+    priced, fleet = admission(), answering(0.01, count=4)
+    assert priced.judge(asking(), fleet, View()) == Admit()
     for _ in range(40):
-        made.booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
-    assert isinstance(made.judge(asking(), fleet, View()), Wait)
+        priced.booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
+    assert isinstance(priced.judge(asking(), fleet, View()), Wait)
 
 
 def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
-    made, fleet = admission(), queued(1.7)
-    overload(made, fleet)
+    priced, fleet = admission(), queued(1.7)
+    overload(priced, fleet)
     verdicts: dict[int, list[bool]] = {2000: [], 8000: [], 40_000: []}
     for seed in range(600):
-        for prompt_tokens, seen in verdicts.items():
-            seen.append(
-                isinstance(made.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
+        for prompt_tokens, verdicts_of_size in verdicts.items():
+            verdicts_of_size.append(
+                isinstance(priced.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
             )
-    short, middle, long = (sum(seen) / len(seen) for seen in verdicts.values())
+    short, middle, long = (sum(shares) / len(shares) for shares in verdicts.values())
     assert short < middle < 0.2 < long < 0.9
 
 
 def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_one_does() -> None:
     def shares(bend: float) -> tuple[float, float]:
         """Of short and long prompts refused, where those before were short."""
-        made, fleet = admission(bend=bend), queued(1.8)
-        overload(made, fleet)
-        refused(made, fleet, View(), prompt_tokens=4000)
-        return refused(made, fleet, View(), prompt_tokens=4000), refused(
-            made, fleet, View(), 40, prompt_tokens=40_000
+        priced, fleet = admission(bend=bend), queued(1.8)
+        overload(priced, fleet)
+        refused(priced, fleet, View(), prompt_tokens=4000)
+        return refused(priced, fleet, View(), prompt_tokens=4000), refused(
+            priced, fleet, View(), 40, prompt_tokens=40_000
         )
 
     gaps = [long - short for short, long in map(shares, (0.0, 0.5, 1.0))]
@@ -210,8 +214,8 @@ def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_o
 def test_a_price_is_the_same_whatever_scale_the_weights_of_classes_have() -> None:
     shares = []
     for weight in (0.1, 1.0, 50.0):
-        made, fleet = admission(), queued(5.5)
-        shares.append(refused(made, fleet, View(), slo=Slo(weight=weight)))
+        priced, fleet = admission(), queued(5.5)
+        shares.append(refused(priced, fleet, View(), slo=Slo(weight=weight)))
     assert shares[0] == shares[1] == shares[2] > 0.1
 
 
@@ -239,12 +243,15 @@ def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
 
 
 def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
-    made, fleet = admission(), queued(5.5)
-    plain = refused(made, fleet, View())
-    assert refused(made, fleet, View(), tries=50, priority=3) < plain - 0.2
-    assert refused(made, fleet, View(), tries=50, slo=Slo(weight=10.0)) < plain - 0.2
+    priced, fleet = admission(), queued(5.5)
+    plain = refused(priced, fleet, View())
+    assert refused(priced, fleet, View(), tries=50, priority=3) < plain - 0.2
+    assert refused(priced, fleet, View(), tries=50, slo=Slo(weight=10.0)) < plain - 0.2
     warm = [replace(asking(seed=seed), cached=(600, 0)) for seed in range(400)]
-    assert sum(isinstance(made.judge(each, fleet, View()), Shed) for each in warm) / 400 < plain
+    assert (
+        sum(isinstance(priced.judge(candidate_, fleet, View()), Shed) for candidate_ in warm) / 400
+        < plain
+    )
 
 
 def test_a_price_refusal_reports_queue_work_and_odds() -> None:
@@ -258,55 +265,57 @@ def test_a_price_refusal_reports_queue_work_and_odds() -> None:
 
 
 def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
-    made, fleet = admission(), queued(12.0)
-    overload(made, fleet, requests=50)
+    priced, fleet = admission(), queued(12.0)
+    overload(priced, fleet, requests=50)
     view = View(drain=measured())
     back = [
         verdict.retry_after_s
         for seed in range(60)
-        if isinstance(verdict := made.judge(asking(seed=seed, prompt=seed + 1), fleet, view), Shed)
+        if isinstance(
+            verdict := priced.judge(asking(seed=seed, prompt=seed + 1), fleet, view), Shed
+        )
     ]
     assert all(seconds is not None and 1.0 <= seconds <= 60.0 for seconds in back)
     assert len({round(seconds, 1) for seconds in back if seconds is not None}) > len(back) / 2
 
 
 def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again() -> None:
-    made, fleet = admission(), queued(12.0)
-    overload(made, fleet, requests=50)
+    priced, fleet = admission(), queued(12.0)
+    overload(priced, fleet, requests=50)
     view = View(drain=measured())
-    first = shed(made.judge(asking(prompt=7), fleet, view))
+    first = shed(priced.judge(asking(prompt=7), fleet, view))
     assert first.retry_after_s is not None
-    early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
+    early = shed(priced.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
     assert early.reason == "early"
     assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
     assert f"which is in {early.retry_after_s:.1f} s" in early.detail
-    for each in fleet:
-        each.load.ready_at += first.retry_after_s
+    for candidate_ in fleet:
+        candidate_.load.ready_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
     # there is a queue, but its share of the capacity is reserved
-    assert made.judge(due, fleet, view) == Admit()
-    assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
+    assert priced.judge(due, fleet, view) == Admit()
+    assert priced.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
 def test_no_retry_is_early_after_the_load_has_gone() -> None:
-    made, fleet = admission(), queued(12.0)
-    overload(made, fleet, requests=50)
+    priced, fleet = admission(), queued(12.0)
+    overload(priced, fleet, requests=50)
     view = View(drain=measured())
-    assert shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
-    assert not isinstance(made.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
+    assert shed(priced.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
+    assert not isinstance(priced.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
     # its reservation is used up
-    assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
+    assert shed(priced.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
 
 
 def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -> None:
     def told(probes: int) -> float | None:
-        made, fleet = admission(), queued(12.0)
-        overload(made, fleet)
+        priced, fleet = admission(), queued(12.0)
+        overload(priced, fleet)
         view = View(drain=measured())
         for seed in range(probes):
             probe = replace(asking(40_000, seed=seed), returns=False)
-            assert shed(made.judge(probe, fleet, view)).retry_after_s is None
-        return shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s
+            assert shed(priced.judge(probe, fleet, view)).retry_after_s is None
+        return shed(priced.judge(asking(prompt=7), fleet, view)).retry_after_s
 
     assert told(0) is not None
     assert told(50) == told(0)
@@ -323,70 +332,70 @@ def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
 
 
 def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None:
-    made = admission()
+    priced = admission()
     view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
-    verdict = shed(made.judge(late, queued(2.0), view))
+    verdict = shed(priced.judge(late, queued(2.0), view))
     assert verdict.reason == "ttft"
     assert verdict.detail.startswith("The first token was due in 1.0 s and is expected in 2.")
     view.waiting_s = 0.1
-    assert isinstance(made.judge(late, queued(2.0), view), Wait)
+    assert isinstance(priced.judge(late, queued(2.0), view), Wait)
 
 
 def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
-    made = admission()
-    assert isinstance(made.judge(asking(), queued(2.0), View()), Wait)
+    priced = admission()
+    assert isinstance(priced.judge(asking(), queued(2.0), View()), Wait)
     one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
-    assert isinstance(made.judge(asking(), one_free, View()), Admit)
+    assert isinstance(priced.judge(asking(), one_free, View()), Admit)
 
 
 def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
-    made, fleet = admission(), queued(0.0, count=1)
-    assert isinstance(made.judge(asking(), fleet, View()), Admit)
-    made.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
-    assert not made.calm
-    assert isinstance(made.judge(asking(), fleet, View()), Wait)
-    assert isinstance(made.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
+    priced, fleet = admission(), queued(0.0, count=1)
+    assert isinstance(priced.judge(asking(), fleet, View()), Admit)
+    priced.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
+    assert not priced.calm
+    assert isinstance(priced.judge(asking(), fleet, View()), Wait)
+    assert isinstance(priced.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
 
 
 def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
-    made, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
+    priced, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
-        assert not isinstance(made.judge(question, fleet, View()), Shed)
-        made.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
-    verdict = shed(made.judge(asking(100_000, session="new"), fleet, View()))
+        assert not isinstance(priced.judge(question, fleet, View()), Shed)
+        priced.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    verdict = shed(priced.judge(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
     assert "8 active sessions use 800000 tokens" in verdict.detail
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
-    assert not isinstance(made.judge(asking(100_000, session="s3"), fleet, View()), Shed)
-    assert not isinstance(made.judge(asking(100_000), fleet, View()), Shed)
+    assert not isinstance(priced.judge(asking(100_000, session="s3"), fleet, View()), Shed)
+    assert not isinstance(priced.judge(asking(100_000), fleet, View()), Shed)
 
 
 def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
-    made, fleet = admission(), queued(6.0)
-    overload(made, fleet, "loud")
-    made.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
-    made.tick(NOW, fleet)
-    assert refused(made, fleet, View(), tenant="loud") > 0.5
-    assert refused(made, fleet, View(), tenant="quiet") == 0
+    priced, fleet = admission(), queued(6.0)
+    overload(priced, fleet, "loud")
+    priced.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.tick(NOW, fleet)
+    assert refused(priced, fleet, View(), tenant="loud") > 0.5
+    assert refused(priced, fleet, View(), tenant="quiet") == 0
 
 
 def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
-    made, idle = admission(), queued(0.0)
-    made.tick(NOW, idle)
-    assert made.calm
-    made.tick(NOW, queued(2.0))
-    assert not made.calm
-    made.tick(NOW + 60, idle)
-    assert made.calm
-    made.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
-    assert not made.calm
-    made.ended(asking(session="s").request, Outcome(NOW + 1, 0.1, 0.01, 100, 0))
-    made.tick(NOW + 61, idle)
-    assert not made.calm  # it may come back
-    made.tick(NOW + 400, idle)
-    assert made.calm
+    priced, idle = admission(), queued(0.0)
+    priced.tick(NOW, idle)
+    assert priced.calm
+    priced.tick(NOW, queued(2.0))
+    assert not priced.calm
+    priced.tick(NOW + 60, idle)
+    assert priced.calm
+    priced.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
+    assert not priced.calm
+    priced.ended(asking(session="s").request, Outcome(NOW + 1, 0.1, 0.01, 100, 0))
+    priced.tick(NOW + 61, idle)
+    assert not priced.calm  # it may come back
+    priced.tick(NOW + 400, idle)
+    assert priced.calm
 
 
 def test_no_request_waits_without_an_endpoint() -> None:
@@ -398,7 +407,7 @@ def test_no_request_waits_without_an_endpoint() -> None:
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().judge(replace(asking(), rng=each), queued(5.5), View(drain=measured()))
-        for each in (rng, other)
+        admission().judge(replace(asking(), rng=candidate_), queued(5.5), View(drain=measured()))
+        for candidate_ in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

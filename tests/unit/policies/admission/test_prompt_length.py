@@ -40,8 +40,8 @@ def test_a_correction_is_bounded_whatever_engines_report(
     seen: list[tuple[int, int]], estimated: int
 ) -> None:
     prompts = PromptLengths()
-    for one, counted in seen:
-        prompts.counted("m", True, one, counted)
+    for prompt, counted in seen:
+        prompts.counted("m", True, prompt, counted)
     assert (
         max(1, int(estimated * LOWEST))
         <= prompts.corrected("m", True, estimated)

@@ -75,15 +75,15 @@ def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_findi
             lost.ended(f"s{number}", 100, 50, now + 1)
         lost.tick(now + 2)
     assert lost.phi == 0.5
-    found = full()
+    result = full()
     for turn in range(60):
         now = 20.0 + 20 * turn
         for number in range(7):
-            found.began(f"s{number}", 100, 100, 100, now)
-            found.ended(f"s{number}", 100, 100, now + 1)
-        found.admits("new", 1000, 1000.0)  # another session was refused
-        found.tick(now + 2)
-    assert found.phi == pytest.approx(0.9)
+            result.began(f"s{number}", 100, 100, 100, now)
+            result.ended(f"s{number}", 100, 100, now + 1)
+        result.admits("new", 1000, 1000.0)  # another session was refused
+        result.tick(now + 2)
+    assert result.phi == pytest.approx(0.9)
 
 
 def test_an_engine_that_found_less_than_was_believed_has_evicted_it() -> None:

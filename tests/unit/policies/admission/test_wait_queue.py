@@ -24,49 +24,49 @@ from tests.unit.policies.builders import ask, candidate
 
 
 def question(number: int, tenant: str = "a", now: float = 0.0, cached: Sequence[int] = ()) -> Ask:
-    asked = ask(cached=cached, now=now)
-    return replace(asked, request=replace(asked.request, id=f"r{number}", tenant=tenant))
+    request = ask(cached=cached, now=now)
+    return replace(request, request=replace(request.request, id=f"r{number}", tenant=tenant))
 
 
 def room(*caps: int, size: int = 8) -> tuple[Room[int], list[Candidate]]:
     candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
-    made: Room[int] = Room(Cap(), WaitingRoom(size=size), FairShares({"a": 1.0, "b": 1.0}))
-    made.refresh(candidates)
-    return made, candidates
+    waiting_room: Room[int] = Room(Cap(), WaitingRoom(size=size), FairShares({"a": 1.0, "b": 1.0}))
+    waiting_room.refresh(candidates)
+    return waiting_room, candidates
 
 
 def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
-    made, candidates = room(1, size=2)
-    assert isinstance(made.arrive(question(0), candidates, 0), Admit)
-    assert all(isinstance(made.arrive(question(n), candidates, n), Wait) for n in (1, 2))
-    assert isinstance(made.knock(question(3, "b"), candidates), Wait)
-    assert (made.waiting, made.in_flight, made.settle(0.1)) == (2, 1, [])
+    waiting_room, candidates = room(1, size=2)
+    assert isinstance(waiting_room.arrive(question(0), candidates, 0), Admit)
+    assert all(isinstance(waiting_room.arrive(question(n), candidates, n), Wait) for n in (1, 2))
+    assert isinstance(waiting_room.knock(question(3, "b"), candidates), Wait)
+    assert (waiting_room.waiting, waiting_room.in_flight, waiting_room.settle(0.1)) == (2, 1, [])
 
 
 def test_a_tenant_is_not_charged_for_an_admitted_request_without_an_endpoint() -> None:
-    made, candidates = room(1)
-    made.arrive(question(0), candidates, 0)
-    made.arrive(question(1, "a"), candidates, 1)
-    made.gone(1.0)
-    assert made.settle(1.0) == [(1, ADMIT)]
-    made.unbooked(question(1, "a").request)
-    made.unbooked(question(1, "a").request)
-    made.arrive(question(2, "b"), candidates, 2)
-    made.arrive(question(3, "a"), candidates, 3)
-    assert not made.first("b")
-    made.gone(2.0)
-    made.cancel(2)
-    made.arrive(question(4, "b"), candidates, 4)
-    assert made.settle(2.0) == [(3, ADMIT)]
+    waiting_room, candidates = room(1)
+    waiting_room.arrive(question(0), candidates, 0)
+    waiting_room.arrive(question(1, "a"), candidates, 1)
+    waiting_room.gone(1.0)
+    assert waiting_room.settle(1.0) == [(1, ADMIT)]
+    waiting_room.unbooked(question(1, "a").request)
+    waiting_room.unbooked(question(1, "a").request)
+    waiting_room.arrive(question(2, "b"), candidates, 2)
+    waiting_room.arrive(question(3, "a"), candidates, 3)
+    assert not waiting_room.first("b")
+    waiting_room.gone(2.0)
+    waiting_room.cancel(2)
+    waiting_room.arrive(question(4, "b"), candidates, 4)
+    assert waiting_room.settle(2.0) == [(3, ADMIT)]
 
 
 def test_an_unused_permit_does_not_change_the_drain_rate() -> None:
-    made, candidates = room(2)
-    made.arrive(question(0), candidates, 0)
+    waiting_room, candidates = room(2)
+    waiting_room.arrive(question(0), candidates, 0)
     for _ in range(5):
-        assert isinstance(made.knock(question(1), candidates), Admit)
-        made.withdraw()
-    assert (made.in_flight, made.drain.per_s(1.0)) == (1, None)
+        assert isinstance(waiting_room.knock(question(1), candidates), Admit)
+        waiting_room.withdraw()
+    assert (waiting_room.in_flight, waiting_room.drain.per_s(1.0)) == (1, None)
 
 
 class Stumbling(Cap):
@@ -82,11 +82,11 @@ class Stumbling(Cap):
 
 
 def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
-    made, candidates = room(1)
-    made.admission = Stumbling()
+    waiting_room, candidates = room(1)
+    waiting_room.admission = Stumbling()
     with pytest.raises(ZeroDivisionError):
-        made.arrive(question(0), candidates, 0)
-    assert (made.at_door, made.in_flight) == (False, 0)
+        waiting_room.arrive(question(0), candidates, 0)
+    assert (waiting_room.at_door, waiting_room.in_flight) == (False, 0)
 
 
 class Warm(Cap):
@@ -99,21 +99,21 @@ class Warm(Cap):
 
 
 def test_a_waiting_request_is_decided_by_the_present_cache() -> None:
-    made, candidates = room(1)
-    made.admission = Warm()
-    held, looks = [0], 0
+    waiting_room, candidates = room(1)
+    waiting_room.admission = Warm()
+    permits, looks = [0], 0
 
     def again(now: float) -> Ask:
         nonlocal looks
         looks += 1
-        return question(1, now=now, cached=tuple(held))
+        return question(1, now=now, cached=tuple(permits))
 
-    assert isinstance(made.arrive(question(1, cached=(0,)), candidates, 1, again), Wait)
-    assert made.settle(1.0) == []
-    held[0] = 500
-    assert made.settle(1.0 + 0.5 * LOOK_AGAIN_S) == []
+    assert isinstance(waiting_room.arrive(question(1, cached=(0,)), candidates, 1, again), Wait)
+    assert waiting_room.settle(1.0) == []
+    permits[0] = 500
+    assert waiting_room.settle(1.0 + 0.5 * LOOK_AGAIN_S) == []
     assert looks == 1
-    assert made.settle(1.0 + LOOK_AGAIN_S) == [(1, ADMIT)]
+    assert waiting_room.settle(1.0 + LOOK_AGAIN_S) == [(1, ADMIT)]
 
 
 def test_a_waiting_request_is_decided_by_the_present_endpoints() -> None:
@@ -121,13 +121,13 @@ def test_a_waiting_request_is_decided_by_the_present_endpoints() -> None:
         __slots__ = ()
 
         def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-            if not room.at_door and not any(each.load.slot == 7 for each in candidates):
+            if not room.at_door and not any(candidate.load.slot == 7 for candidate in candidates):
                 return Shed("test", None)
             return super().judge(ask, candidates, room)
 
-    made, candidates = room(1)
-    made.admission = OnlyNew()
-    made.arrive(question(0), made._candidates, 0)
-    made.arrive(question(1), made._candidates, 1)
-    made.refresh([candidate(7, 2)], [each.load for each in candidates])
-    assert made.settle(0.5) == [(1, ADMIT)]
+    waiting_room, candidates = room(1)
+    waiting_room.admission = OnlyNew()
+    waiting_room.arrive(question(0), waiting_room._candidates, 0)
+    waiting_room.arrive(question(1), waiting_room._candidates, 1)
+    waiting_room.refresh([candidate(7, 2)], [candidate.load for candidate in candidates])
+    assert waiting_room.settle(0.5) == [(1, ADMIT)]

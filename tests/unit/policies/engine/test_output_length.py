@@ -34,9 +34,9 @@ def test_one_answer_of_a_tenant_moves_its_expectation_only_in_part() -> None:
     for _ in range(100):
         lengths.ended("m", "a", "chat", 100)
     lengths.ended("m", "b", "chat", 1100)
-    found = lengths.expected("m", "b", "chat")
-    assert found is not None
-    assert 110 < found < 600
+    result = lengths.expected("m", "b", "chat")
+    assert result is not None
+    assert 110 < result < 600
 
 
 def test_a_change_of_habit_is_followed() -> None:
@@ -52,8 +52,8 @@ def test_answers_recorded_together_count_like_single_ones() -> None:
     together, apart = OutputLengths(), OutputLengths()
     for tokens in ([100, 300], [500, 500, 200], [40]):
         together.ended("m", "a", "chat", sum(tokens) / len(tokens), len(tokens))
-        for each in tokens:
-            apart.ended("m", "a", "chat", each)
+        for token in tokens:
+            apart.ended("m", "a", "chat", token)
     assert together.expected("m", "a", "chat") == pytest.approx(apart.expected("m", "a", "chat"))
 
 

@@ -17,7 +17,7 @@ CAP = 24
 def test_the_ceiling_only_grows_and_never_is_below_one_or_above_the_cap_before_it_is_gone(
     cap: int, one_s: float, other_s: float, ramp_s: float
 ) -> None:
-    early, late = (ceiling(cap, at, ramp_s) for at in sorted((one_s, other_s)))
+    early, late = (ceiling(cap, now_s, ramp_s) for now_s in sorted((one_s, other_s)))
     assert 1 <= early <= late
     assert early <= cap or early == NO_CEILING
     assert ceiling(cap, ramp_s, ramp_s) == NO_CEILING

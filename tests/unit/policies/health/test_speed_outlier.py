@@ -49,18 +49,18 @@ def second(
 ) -> None:
     """Simulate one second of traffic, spread evenly over the engines, then a review."""
     for engine in engines:
-        for at in sorted(now + rng.random() for _ in range(round(per_s))):
+        for now_s in sorted(now + rng.random() for _ in range(round(per_s))):
             tokens = size(rng)
-            begins = max(at, engine.free_at)
+            begins = max(now_s, engine.free_at)
             engine.free_at = begins + engine.prefill * (0.02 + 2e-5 * tokens) * rng.uniform(
                 0.8, 1.25
             )
-            engine.due += [(at, -tokens), (engine.free_at, tokens)]
-        for at, tokens in sorted(event for event in engine.due if event[0] < now + 1.0):
+            engine.due += [(now_s, -tokens), (engine.free_at, tokens)]
+        for now_s, tokens in sorted(event for event in engine.due if event[0] < now + 1.0):
             if tokens > 0:
-                engine.record.first_token(tokens, at)
+                engine.record.first_token(tokens, now_s)
             else:
-                engine.record.sent(-tokens, at)
+                engine.record.sent(-tokens, now_s)
         engine.due = [event for event in engine.due if event[0] >= now + 1.0]
         engine.record.streamed(
             8, round(8 / (0.012 * engine.decode) * rng.uniform(0.9, 1.1)), 1.0, now + 1.0
@@ -157,9 +157,9 @@ def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowne
         for number, engine in enumerate(engines):
             for _ in range(4):
                 tokens = 12_000 if not number else 50
-                at = max(engine.free_at, now + rng.random())
-                engine.record.sent(tokens, at)
-                engine.free_at = at + 0.02 + 2e-5 * tokens
+                now_s = max(engine.free_at, now + rng.random())
+                engine.record.sent(tokens, now_s)
+                engine.free_at = now_s + 0.02 + 2e-5 * tokens
                 engine.record.first_token(tokens, engine.free_at)
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
         assert all(engine.record.verdict is not Verdict.SLOW for engine in engines)
@@ -293,6 +293,6 @@ def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counte
 
 def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:
     record = SpeedRecord()
-    taken = [at / 4 for at in range(400) if record.take_probe(at / 4)]
-    assert taken[:4] == [0.0, 1.0, 3.0, 7.0]
-    assert taken[-1] - taken[-2] == 30.0
+    probes = [now_s / 4 for now_s in range(400) if record.take_probe(now_s / 4)]
+    assert probes[:4] == [0.0, 1.0, 3.0, 7.0]
+    assert probes[-1] - probes[-2] == 30.0

@@ -1,4 +1,6 @@
-"""Stalled prefill steps: which requests are late, which endpoints are doubted, and what is evidence."""
+"""Stalled prefill steps: which requests are late, which endpoints are doubted, and what is
+evidence.
+"""
 
 from __future__ import annotations
 

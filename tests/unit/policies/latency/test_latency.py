@@ -112,7 +112,7 @@ def test_one_that_is_throttled_and_recovers_is_followed_both_ways() -> None:
 def test_one_that_is_throttled_is_followed_without_swinging_where_prompts_are_mostly_attention(
     prompt: int,
 ) -> None:
-    """The factors on all of a prompt's work and on its attention must not both absorb one surprise."""
+    """The factors of a prompt's work and of its attention must not absorb the same error."""
     load, now = load_of(), 0.0
     for slowness in (1.0, 3.0, 1.0):
         off = list[float]()
@@ -292,11 +292,12 @@ def test_ttfts_of_many_candidates_equal_single_ones() -> None:
         for _ in range(times):
             ledger.book(load, request(), 0, 0.0)
     candidates = [Candidate(Endpoint(f"tp{load.slot}", "u", "p", "m"), load) for load in loads]
-    held = [0, 100, 5000, 0]
+    holdings = [0, 100, 5000, 0]
     alone = [
-        ttft_s(load, 6000 - cached, cached, 0.1) for load, cached in zip(loads, held, strict=True)
+        ttft_s(load, 6000 - cached, cached, 0.1)
+        for load, cached in zip(loads, holdings, strict=True)
     ]
-    assert ttfts(candidates, held, 6000, 0.1) == pytest.approx(alone)
+    assert ttfts(candidates, holdings, 6000, 0.1) == pytest.approx(alone)
 
 
 def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
@@ -315,10 +316,8 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
     assert 1.0 < shared.belief.prefill.factor < 3.0
 
 
-def test_steps_that_are_taken_back_at_the_load_of_other_gateways_teach_nothing_of_reading_the_context() -> (
-    None
-):
-    """Early first tokens undo decode steps at their present cost, which is more than was counted."""
+def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_factor() -> None:
+    """Early first tokens undo decode steps at their present, higher cost."""
     rng, load, now = Random(53), EndpointLoad(0, Belief(shape_for("h100", 4, 1, 70))), 1.0
     waiting, decoding = list[Entry](), list[tuple[Entry, float]]()
     for _ in range(300):

@@ -54,14 +54,14 @@ def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int)
     = 0.
     """
     block = bytearray(b"x" * 256)
-    seen = {bytes(block)}
-    for one, other in combinations(range(7, 256, 8), 2):
+    observations = {bytes(block)}
+    for item, other in combinations(range(7, 256, 8), 2):
         turned = bytearray(block)
-        turned[one] ^= bit
+        turned[item] ^= bit
         turned[other] ^= bit
-        seen.add(bytes(turned))
+        observations.add(bytes(turned))
     prints = Fingerprinter(SECRET, 256)
-    assert len({prints.of(b"", text).keys[0] for text in seen}) == len(seen)
+    assert len({prints.of(b"", text).keys[0] for text in observations}) == len(observations)
 
 
 def test_blocks_in_another_order_are_another_prompt() -> None:

@@ -26,8 +26,8 @@ def prompt_of(rng: Random, trunk: bytes) -> Fingerprint:
 def test_an_index_fed_with_keys_matches_one_fed_with_prompts() -> None:
     rng = Random(1)
     trunks = [rng.randbytes(64 * 200) for _ in range(3)]
-    seen, told = PrefixIndex(1 << 22), PrefixIndex(1 << 22)
-    for index in (seen, told):
+    direct, reported = PrefixIndex(1 << 22), PrefixIndex(1 << 22)
+    for index in (direct, reported):
         index.set_capacity(0, CAPACITY_TOKENS)
     for _ in range(400):
         prompt, slot = prompt_of(rng, rng.choice(trunks)), rng.randrange(3)
@@ -37,15 +37,15 @@ def test_an_index_fed_with_keys_matches_one_fed_with_prompts() -> None:
         keys = unpacked(packed(prompt.rungs), len(prompt.keys), 64, prompt.n_bytes)
         per_block = tokens * 64 / prompt.n_bytes
         if rng.random() < 0.1:
-            seen.trim(prompt, slot, tokens // 2, tokens)
-            told.trim_rungs(keys, slot, tokens // 2, per_block)
+            direct.trim(prompt, slot, tokens // 2, tokens)
+            reported.trim_rungs(keys, slot, tokens // 2, per_block)
         else:
-            seen.insert(prompt, slot, tokens)
-            told.insert_rungs(keys, slot, per_block)
+            direct.insert(prompt, slot, tokens)
+            reported.insert_rungs(keys, slot, per_block)
         other = prompt_of(rng, rng.choice(trunks))
         if len(other.keys):
-            assert seen.match(other, tokens) == told.match(other, tokens)
-    assert seen.stats() == told.stats()
+            assert direct.match(other, tokens) == reported.match(other, tokens)
+    assert direct.stats() == reported.stats()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tests.unit.policies.builders import ask, candidate
 
 
 def sized(slot: int, context_tokens: int | None, **load: object) -> Candidate:
-    made = candidate(slot, **load)
-    return replace(made, endpoint=replace(made.endpoint, context_tokens=context_tokens))
+    result = candidate(slot, **load)
+    return replace(result, endpoint=replace(result.endpoint, context_tokens=context_tokens))
 
 
 def test_endpoints_for_short_contexts_are_kept_from_long_prompts() -> None:
@@ -35,9 +35,9 @@ def test_the_cheapest_tier_comes_first() -> None:
     question = ask(1000, 100, now=100.0)
     near = Tier("13b", (candidate(0),), 0.3)
     small = Tier("8b", (candidate(1),), 0.5)
-    found = alternatives(question, [small, near])
-    assert [tier.name for tier, _ in found] == ["13b", "8b"]
-    assert found[0][1] == pytest.approx(0.3, abs=0.05)
+    result = alternatives(question, [small, near])
+    assert [tier.name for tier, _ in result] == ["13b", "8b"]
+    assert result[0][1] == pytest.approx(0.3, abs=0.05)
 
 
 def test_a_busy_tier_costs_more_and_a_late_tier_is_left_out() -> None:

@@ -77,7 +77,7 @@ def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_ar
 ):
     alone = outlook(0, in_flight=1, answers=1, expected_tokens=350)
     beside_ten = outlook(1, in_flight=11, answers=1, expected_tokens=360)
-    harm = [term(ask(9000, 350), one, "others") for one in (alone, beside_ten)]
+    harm = [term(ask(9000, 350), item, "others") for item in (alone, beside_ten)]
     assert 0.0 < harm[1] == pytest.approx(harm[0], rel=0.05)
 
 
@@ -140,11 +140,11 @@ def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> Non
 
 def test_a_scrape_counts_external_requests_only_while_fresh() -> None:
     question = ask(4000, 300)
-    seen = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
+    load = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
     alone, old, fresh = (
         outlook(0),
-        outlook(1, scraped_at=90.0, **seen),
-        outlook(2, scraped_at=99.0, **seen),
+        outlook(1, scraped_at=90.0, **load),
+        outlook(2, scraped_at=99.0, **load),
     )
     prices = PRICES.prices(question, [alone, old, fresh])
     assert prices[0] == prices[1] < prices[2]
@@ -174,10 +174,10 @@ def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
 
 def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
     fleet = [outlook(slot) for slot in range(3)]
-    for one, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
-        one.load.belief.prefill.factor, one.load.belief.prefill.var = factor, 0.0
-        one.load.token_s *= factor
-        one.load.pair_s *= factor
+    for item, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
+        item.load.belief.prefill.factor, item.load.belief.prefill.var = factor, 0.0
+        item.load.token_s *= factor
+        item.load.pair_s *= factor
     prices = PRICES.prices(ask(8000, 300), fleet)
     assert prices[0] == pytest.approx(prices[1])
     assert prices[2] > 1.2 * prices[0]
@@ -240,10 +240,10 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
 def test_the_cheapest_price_is_that_of_the_pick() -> None:
     fleet = [outlook(slot, ready_at=101.0 + slot) for slot in range(4)]
     question = ask(9000, 300)
-    found = pick(registry.build("priced", {}), question, fleet)
-    assert found is not None
-    assert found.candidate is fleet[0]
-    assert min(PRICES.prices(question, fleet)) == pytest.approx(-found.score)
+    picked = pick(registry.build("priced", {}), question, fleet)
+    assert picked is not None
+    assert picked.candidate is fleet[0]
+    assert min(PRICES.prices(question, fleet)) == pytest.approx(-picked.score)
 
 
 def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
@@ -274,7 +274,7 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
         registry.build("priced", wrong)
 
 
-def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_from_prompts_of_its_own() -> (
+def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
     None
 ):
     """One learned from short prompts that all its work is slower, others from long ones that
@@ -283,13 +283,13 @@ def test_equal_endpoints_cost_a_long_prompt_the_same_although_each_has_learnt_fr
     Both are right about what they observed, and equalizing one factor alone would separate them.
     """
     fleet = [outlook(slot) for slot in range(3)]
-    for each, (prefill, pairs) in zip(
+    for item, (prefill, pairs) in zip(
         fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True
     ):
-        belief = each.load.belief
+        belief = item.load.belief
         belief.prompts.factors[0], belief.prompts.factors[-1] = prefill, pairs
         belief.settle()
-        each.load.token_s, each.load.pair_s = belief.token_s, belief.pair_s
+        item.load.token_s, item.load.pair_s = belief.token_s, belief.pair_s
     scores = PRICES.scores(ask(90_000, 100), fleet)
     assert max(scores) / min(scores) == pytest.approx(1.0, abs=0.02)
 
@@ -298,7 +298,7 @@ def test_equal_endpoints_share_the_picks() -> None:
     policy, rng, counts = registry.build("priced", {}), Random(3), [0] * 4
     fleet = [outlook(slot) for slot in range(4)]
     for _ in range(400):
-        found = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)
-        assert found is not None
-        counts[found.candidate.load.slot] += 1
+        picked = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)
+        assert picked is not None
+        counts[picked.candidate.load.slot] += 1
     assert min(counts) > 60

@@ -207,7 +207,7 @@ def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() 
         )
         for queue_s in (0.0, 8.0)
     ]
-    assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+    assert [decide.reason for decide in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
 
 
 def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None:
@@ -222,12 +222,10 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
         )
         for free in (50_000.0, -20_000.0)
     ]
-    assert [each.reason for each in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+    assert [decide.reason for decide in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
 
 
-def test_after_the_prefill_come_the_way_of_what_is_not_there_and_the_longer_of_queue_and_wait_for_room() -> (
-    None
-):
+def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_memory_wait() -> None:
     rule, question = SplitRule(handoff_s=0.5, kv_token_s=1e-3), ask(4000, 300)
 
     def takes_s(cached: int, **load: object) -> float:

@@ -38,9 +38,9 @@ def chosen(
 
 def answer(policy: str | Policy, question: Ask, fleet: list[Candidate]) -> str:
     value = registry.build(policy, {}) if isinstance(policy, str) else policy
-    found = pick(value, question, fleet)
-    assert found is not None
-    return found.candidate.endpoint.name
+    picked = pick(value, question, fleet)
+    assert picked is not None
+    return picked.candidate.endpoint.name
 
 
 def choices(
@@ -291,7 +291,7 @@ def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> No
     policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
     for number in range(20):  # both get the same load; all of it hits
         slot = number % 2
-        warm = tuple(1000 if each == slot else 0 for each in range(2))
+        warm = tuple(1000 if index == slot else 0 for index in range(2))
         assert answer(policy, asked(id=f"{number}", cached=warm), fleet) == f"tp{slot}"
     fleet[0].load.kv_tokens, fleet[0].load.held_tokens = 10_000.0, 9_900.0
     assert {answer(policy, asked(id="same", seed=seed), fleet) for seed in range(20)} == {"tp1"}
@@ -413,7 +413,7 @@ def test_dualmap_has_two_endpoints_for_a_prefix_and_keeps_them() -> None:
         assert len(set(pair)) == 2
         assert sorted(pair_of(policy, fleet, prompt(number))) == sorted(pair)
         gone = next(slot for slot in range(16) if slot not in pair)
-        left = [each for each in fleet if each.load.slot != gone]
+        left = [item for item in fleet if item.load.slot != gone]
         assert dual(policy, left, prompt(number)) in {f"tp{slot}" for slot in pair}
 
 

@@ -112,10 +112,10 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
 
     def shed_of(saturation: float, priority: int) -> int:
         fleet = [candidate(0, kv_usage=0.8 * saturation, waiting=0, scraped_at=99.0)]
-        made = Counter(
+        counter = Counter(
             type(judge(admission, fleet, seed=seed, priority=priority)) for seed in range(400)
         )
-        return made[Shed]
+        return counter[Shed]
 
     assert shed_of(0.1, -1) <= 5  # 0.3 %
     assert shed_of(0.23, -1) == pytest.approx(77, abs=25)  # 19 %

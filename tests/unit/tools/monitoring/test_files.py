@@ -72,17 +72,17 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
     assert Path(path).stem == board["uid"]
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
         cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
+            (column, y)
+            for column in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert not cells & occupied, f"{panel['title']} lies over another panel"
         assert place["x"] + place["w"] <= 24
-        taken |= cells
+        occupied |= cells
         if panel["type"] != "row":
             assert panel["type"] in ("timeseries", "stat")
             assert [target["refId"] for target in panel["targets"]] == list(
@@ -111,13 +111,13 @@ def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
                 part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
             )
         ):
-            if each.name.startswith("penstock_"):
-                assert family_of(each.name) in families() | known(), f"{path.name}: {each.name}"
+            if alert.name.startswith("penstock_"):
+                assert family_of(alert.name) in families() | known(), f"{path.name}: {alert.name}"
 
 
 def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
-    found = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
-    alerts = [rule for group in found["groups"] for rule in group["rules"] if "alert" in rule]
+    result = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    alerts = [rule for group in result["groups"] for rule in group["rules"] if "alert" in rule]
     assert {rule["alert"] for rule in alerts} == set(rules.names())
     assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
     for rule in alerts:
@@ -183,10 +183,10 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
 
 def variables(query: str) -> dict[str, set[str]]:
     """Return the variables by which each series of the query is filtered."""
-    found = {}
+    result = {}
     for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
-        found[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
-    return found
+        result[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
+    return result
 
 
 @pytest.mark.parametrize("path", BOARD_FILES)
@@ -194,7 +194,7 @@ def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None
     board: dict[str, Any] = json.loads(files()[path])
     exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
     chosen = {"job", "namespace", "pool", "model"}
-    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", *chosen}
+    assert {metric["name"] for metric in board["templating"]["list"]} == {"datasource", *chosen}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             found = variables(target["expr"])
@@ -272,7 +272,7 @@ def test_the_retry_budget_alert_needs_requests() -> None:
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:
     """Two jobs that scrape one gateway duplicate its series, which Prometheus cannot pair."""
     each_one = "(job, namespace, instance, pool, endpoint)"
-    paired = [each.value for each in ALERTS if f" * on {each_one} " in each.value]
+    paired = [metric.value for metric in ALERTS if f" * on {each_one} " in metric.value]
     assert len(paired) == 2
     for value in paired:
         left, right = value.split(f" * on {each_one} ")

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_of
@@ -47,8 +47,8 @@ async def scrape(home: House | SplitHouse, seen: Seen) -> None:
 async def cause_every_event(home: House) -> None:
     """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_queue_seconds_count"):
-            await asyncio.gather(*(home.ask(tokens=64) for _ in range(6)))
+        while not fleet.metric("penstock_queue_seconds_count"):
+            await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
         last = await home.ask()
     preferred = next(
@@ -56,24 +56,24 @@ async def cause_every_event(home: House) -> None:
     )
     preferred.faults.set("5xx")
     for _ in range(8):
-        await home.ask(stream=False)
+        await fleet.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
         # The last request may have gone to the other endpoint.
         while not home.metric("penstock_upstream_errors_total"):
             await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
     for member in home.groups:
         member.faults.set("stall")
-    waiting = [asyncio.create_task(home.ask()) for _ in range(8)]
+    waiting = [asyncio.create_task(fleet.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_shed_total"):
+        while not fleet.metric("penstock_shed_total"):
             await asyncio.sleep(0.005)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    async with home.http.put(home.app.admin_url + "/config", data="version: 2") as answer:
+    async with fleet.http.put(fleet.app.admin_url + "/config", data="version: 2") as answer:
         assert answer.status == 400
     async with asyncio.timeout(PATIENCE_S):
-        while not home.metric("penstock_client_disconnects_total"):
+        while not fleet.metric("penstock_client_disconnects_total"):
             await asyncio.sleep(0.005)
 
 
@@ -88,7 +88,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
         await scrape(halves, seen)
     seen["up"] = set()
     for name in rules.recorded():
-        seen[name] = {"slo", "pool", "model"}
+        observation[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
         names = {selector.name for selector in find_selectors(query)}
         families = names if query in handwritten_queries() else {family_of(name) for name in names}

@@ -20,7 +20,7 @@ from gateway.cli.doctor.findings import Verdict, bad, good, group_findings
 from gateway.cli.doctor.probe import EngineConnection, Probed, Said
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind, Layout
-from tests.chaos.house import house
+from tests.chaos.gateway_fleet import gateway_fleet
 from tests.redis_server import redis_server
 
 METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
@@ -192,11 +192,11 @@ def test_the_link_domain_size_comes_from_the_configuration() -> None:
 
 
 async def test_probes_report_an_unreachable_engine() -> None:
-    async with house(1) as home:
+    async with gateway_fleet(1) as fleet:
         words = (
             "doctor",
             "--engine",
-            home.groups[0].url,
+            fleet.groups[0].url,
             "--engine",
             "http://127.0.0.1:9",
             "--measure",
@@ -208,7 +208,7 @@ async def test_probes_report_an_unreachable_engine() -> None:
             (finding["subject"], finding["check"]): finding["verdict"]
             for finding in reply["findings"]
         }
-        name = home.groups[0].url.removeprefix("http://")
+        name = fleet.groups[0].url.removeprefix("http://")
         assert (done.exit_code, reply["ok"]) == (1, False)
         assert verdicts["127.0.0.1:9", "reachable"] == "fail"
         ours = {check: verdict for (subject, check), verdict in verdicts.items() if subject == name}

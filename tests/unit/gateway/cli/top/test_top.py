@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.cli.admin_client import NoAnswerError
 from gateway.cli.top.render import COLUMNS, board, spark, volume
-from tests.chaos.house import house
+from tests.chaos.gateway_fleet import gateway_fleet
 from tests.fair_time import PATIENCE_S
 
 
@@ -125,20 +125,20 @@ def test_a_sparkline_shows_the_largest_value_of_each_interval() -> None:
 
 
 async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(2) as home:
+    async with gateway_fleet(2) as fleet:
         for words, wanted in (
             ((), "2 of 2 up"),
             (("--once",), "2 of 2 up"),
             (("--json",), '"endpoints"'),
         ):
-            asked = ("top", *words, "--admin", home.app.admin_url)
+            asked = ("top", *words, "--admin", fleet.app.admin_url)
             done = await asyncio.to_thread(CliRunner().invoke, main.app, asked)
             assert (done.exit_code, wanted in done.output) == (0, True), done.output
         assert len(json.loads(done.output)["endpoints"]) == 2
         letters = TextIOWrapper(BytesIO(), encoding="ascii")
         monkeypatch.setattr("sys.stdout", letters)
         monkeypatch.setattr(
-            "sys.argv", ["penstock", "top", "--once", "--admin", home.app.admin_url]
+            "sys.argv", ["penstock", "top", "--once", "--admin", fleet.app.admin_url]
         )
         with pytest.raises(SystemExit, match="0"):
             await asyncio.to_thread(main.main)
@@ -146,7 +146,7 @@ async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -
         letters.seek(0)
         assert "2 of 2 up" in letters.read()
     gone = await asyncio.to_thread(
-        CliRunner().invoke, main.app, ["top", "--once", "--admin", home.app.admin_url]
+        CliRunner().invoke, main.app, ["top", "--once", "--admin", fleet.app.admin_url]
     )
     assert (gone.exit_code, "cannot reach a gateway" in gone.output) == (1, True)
 

@@ -19,20 +19,20 @@ from tests.unit.gateway.reload.running import Running, running
 HEAD = "    endpoints:\n"
 
 
-def listing(made: Running, file: Path, *numbers: int) -> None:
+def listing(harness: Running, file: Path, *numbers: int) -> None:
     fresh = file.with_suffix(".tmp")
     fresh.write_text(
-        "".join(f"- {{url: {made.members[n].url}, name: found-{n}}}\n" for n in numbers)
+        "".join(f"- {{url: {harness.members[n].url}, name: found-{n}}}\n" for n in numbers)
     )
     fresh.replace(file)
 
 
-async def serving(made: Running, *names: str) -> None:
+async def serving(harness: Running, *names: str) -> None:
     """Wait until exactly these endpoints are in the pool and available, or removed."""
     async with asyncio.timeout(PATIENCE_S):
         while sorted(
             live.endpoint.name
-            for live in made.app.gateway.endpoints.all()
+            for live in harness.app.gateway.endpoints.all()
             if not live.leaving and live.load.available
         ) != sorted(names):
             await asyncio.sleep(0.02)
@@ -40,45 +40,45 @@ async def serving(made: Running, *names: str) -> None:
 
 async def test_endpoints_of_a_file_are_added_and_removed_under_load(tmp_path: Path) -> None:
     file = tmp_path / "engines.yaml"
-    async with running(tmp_path, groups=3, more="health: {interval: 100ms}\n") as made:
-        listing(made, file, 1)
+    async with running(tmp_path, groups=3, more="health: {interval: 100ms}\n") as harness:
+        listing(harness, file, 1)
         text = (
-            made.text(0).replace(HEAD, f"    discover: {{file: {file}}}\n{HEAD}")
+            harness.text(0).replace(HEAD, f"    discover: {{file: {file}}}\n{HEAD}")
             + "health: {interval: 100ms}\n"
         )
-        async with made.load(4):
-            status, told = await made.put(text)
-            assert status == 200, told
-            await serving(made, "group-0", "found-1")
-            listing(made, file, 1, 2)
-            await serving(made, "group-0", "found-1", "found-2")
-            listing(made, file, 2)
-            await serving(made, "group-0", "found-2")
-        first = made.app.gateway.endpoints.found["chat"]
-        assert (await made.put(text + "retries: {floor: 5}\n"))[0] == 200
-        assert made.app.gateway.endpoints.found["chat"] is first
-        await serving(made, "group-0", "found-2")
-        assert (await made.put(made.text(0)))[0] == 200
-        await serving(made, "group-0")
-        assert made.app.gateway.endpoints.found == {}
+        async with harness.load(4):
+            status, reply = await harness.put(text)
+            assert status == 200, reply
+            await serving(harness, "group-0", "found-1")
+            listing(harness, file, 1, 2)
+            await serving(harness, "group-0", "found-1", "found-2")
+            listing(harness, file, 2)
+            await serving(harness, "group-0", "found-2")
+        first = harness.app.gateway.endpoints.found["chat"]
+        assert (await harness.put(text + "retries: {floor: 5}\n"))[0] == 200
+        assert harness.app.gateway.endpoints.found["chat"] is first
+        await serving(harness, "group-0", "found-2")
+        assert (await harness.put(harness.text(0)))[0] == 200
+        await serving(harness, "group-0")
+        assert harness.app.gateway.endpoints.found == {}
 
 
 async def test_a_pool_may_consist_of_discovered_endpoints_only(tmp_path: Path) -> None:
     file = tmp_path / "engines.yaml"
-    async with running(tmp_path, more="health: {interval: 100ms}\n") as made:
+    async with running(tmp_path, more="health: {interval: 100ms}\n") as harness:
         only = (
-            made.text(0).split(HEAD)[0]
+            harness.text(0).split(HEAD)[0]
             + f"    discover: {{file: {file}, endpoint: {{max_concurrency: 5}}}}\n"
         )
-        status, told = await made.put(only)
-        assert status == 200, told
-        assert (await made.ask()).startswith("503")
-        listing(made, file, 0, 1)
-        await serving(made, "found-0", "found-1")
-        assert await made.ask() == "ok"
+        status, reply = await harness.put(only)
+        assert status == 200, reply
+        assert (await harness.ask()).startswith("503")
+        listing(harness, file, 0, 1)
+        await serving(harness, "found-0", "found-1")
+        assert await harness.ask() == "ok"
         assert {
             live.endpoint.max_concurrency
-            for live in made.app.gateway.endpoints.all()
+            for live in harness.app.gateway.endpoints.all()
             if not live.leaving
         } == {5}
 
@@ -86,14 +86,16 @@ async def test_a_pool_may_consist_of_discovered_endpoints_only(tmp_path: Path) -
 async def test_the_path_of_an_endpoint_file_is_relative_to_the_configuration(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, groups=2, more="health: {interval: 100ms}\n") as made:
-        listing(made, made.file.parent / "engines.yaml", 1)
-        made.write(made.text(0).replace(HEAD, f"    discover: {{file: engines.yaml}}\n{HEAD}"))
-        await serving(made, "group-0", "found-1")
+    async with running(tmp_path, groups=2, more="health: {interval: 100ms}\n") as harness:
+        listing(harness, harness.file.parent / "engines.yaml", 1)
+        harness.write(
+            harness.text(0).replace(HEAD, f"    discover: {{file: engines.yaml}}\n{HEAD}")
+        )
+        await serving(harness, "group-0", "found-1")
 
 
 async def test_an_invalid_discovery_section_is_rejected_with_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path) as made:
+    async with running(tmp_path) as harness:
         for part, words in (
             ("{}", "one of dns, file and kubernetes"),
             ("{dns: 'a:1', file: b}", "one of dns, file and kubernetes"),
@@ -106,21 +108,21 @@ async def test_an_invalid_discovery_section_is_rejected_with_its_place(tmp_path:
             ),
             ("{file: a, endpoint: {bootstrap: ':port'}}", "host:port"),
         ):
-            status, told = await made.put(
-                made.text().replace(HEAD, f"    discover: {part}\n{HEAD}")
+            status, reply = await harness.put(
+                harness.text().replace(HEAD, f"    discover: {part}\n{HEAD}")
             )
             assert status == 400, part
             assert any(
-                words in each["text"] and "discover" in each["path"] for each in told["problems"]
-            ), told
+                words in spec["text"] and "discover" in spec["path"] for spec in reply["problems"]
+            ), reply
 
 
 def test_each_discovered_endpoint_has_its_bootstrap_server_on_its_own_host(tmp_path: Path) -> None:
     like = Discover.model_validate(
         {"dns": "engines:8000", "endpoint": {"bootstrap": ":8998"}}
     ).endpoint
-    found = specs([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
-    assert [described("p", each).bootstrap for each in found] == [
+    result = specs([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
+    assert [described("p", spec).bootstrap for spec in result] == [
         "10.0.0.1:8998",
         "10.0.0.2:8998",
         "[fd00::1]:8998",
@@ -129,23 +131,23 @@ def test_each_discovered_endpoint_has_its_bootstrap_server_on_its_own_host(tmp_p
         b"- http://h:1\n- {url: http://h:2, bootstrap: 'other:9000'}\n"
     )
     assert listed is not None
-    assert [described("p", each).bootstrap for each in listed] == ["h:8998", "other:9000"]
+    assert [described("p", spec).bootstrap for spec in listed] == ["h:8998", "other:9000"]
 
 
 def names(roster: Roster, config: Config) -> list[tuple[str, str]]:
     """Return the names and URLs of the endpoints after the configuration is applied."""
     adoption = roster.plan(config)
     roster.take(adoption)
-    return [(each.endpoint.name, each.endpoint.url) for each in adoption.members]
+    return [(member.endpoint.name, member.endpoint.url) for member in adoption.members]
 
 
 async def test_a_discovered_endpoint_is_ignored_while_another_has_its_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     roster = Roster(Outbox(asyncio.get_running_loop()))
-    found = {"discover": {"file": "engines.yaml"}, "endpoints": []}
+    result = {"discover": {"file": "engines.yaml"}, "endpoints": []}
     named = {"endpoints": [{"url": "http://h:1", "name": "a"}]}
-    config = Config.model_validate({"version": 1, "pools": {"x": found, "y": found, "z": named}})
+    config = Config.model_validate({"version": 1, "pools": {"x": result, "y": result, "z": named}})
     one, two, three = (
         EndpointSpec(url=f"http://h:{port}", name=name)
         for port, name in ((2, "a"), (3, "b"), (4, "b"))
@@ -153,7 +155,7 @@ async def test_a_discovered_endpoint_is_ignored_while_another_has_its_name(
     roster.found = {"x": (one, two), "y": (three,)}
     for _ in range(2):
         assert names(roster, config) == [("b", "http://h:3"), ("a", "http://h:1")]
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [spec.getMessage() for spec in caplog.records] == [
         "pool x: http://h:2 is ignored: another endpoint is already named a",
         "pool y: http://h:4 is ignored: another endpoint is already named b",
     ]

@@ -29,24 +29,24 @@ class Failing:
 
     async def watch(self) -> AsyncIterator[Found]:
         Failing.begun += 1
-        yield specs([(f"10.0.0.{at}", 8000) for at in range(Failing.begun)], TRAITS)
+        yield specs([(f"10.0.0.{index}", 8000) for index in range(Failing.begun)], TRAITS)
         raise KeyError("metadata")
 
 
 async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "AGAIN_S", 0.0)
-    found: dict[str, Found] = {}
+    specs_by_pool: dict[str, Found] = {}
     thrice = asyncio.Event()
 
     def changed() -> None:
-        if len(found["chat"]) == 3:
+        if len(specs_by_pool["chat"]) == 3:
             thrice.set()
 
-    made = Discovery(found, changed, Random(1), lambda spec, rng: Failing())
-    await made.start(examine_text(CONFIG.encode(), "gateway.yaml", {}).config)
+    running = Discovery(specs_by_pool, changed, Random(1), lambda spec, rng: Failing())
+    await running.start(examine_text(CONFIG.encode(), "gateway.yaml", {}).config)
     async with asyncio.timeout(5):
         await thrice.wait()
-    await made.stop()
+    await running.stop()
 
 
 def slices(kind: str, *addresses: str) -> dict[str, object]:
@@ -67,7 +67,7 @@ def test_a_pod_with_addresses_of_both_families_is_one_endpoint(
     source = Slices(Kubernetes(service="engines"), TRAITS, Random(1), Account("https://api"))
     known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
     source._slices = {kind: known[kind] for kind in kinds}
-    assert [each.url for each in source._endpoints()] == expected
+    assert [endpoint.url for endpoint in source._endpoints()] == expected
 
 
 def test_an_invalid_path_counts_as_a_missing_file() -> None:

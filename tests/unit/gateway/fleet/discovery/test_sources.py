@@ -35,27 +35,31 @@ class Naps:
         await asyncio.sleep(0)
 
 
-def urls(found: Found) -> list[str]:
-    return [each.url for each in found]
+def urls(specs: Found) -> list[str]:
+    return [spec.url for spec in specs]
 
 
 async def first(source: Source, count: int) -> list[list[str]]:
     """Return the first results of a source."""
-    said = []
+    listings = []
     async with asyncio.timeout(PATIENCE_S):
-        async for found in source.watch():
-            said.append(urls(found))
-            if len(said) == count:
+        async for listing in source.watch():
+            listings.append(urls(listing))
+            if len(listings) == count:
                 break
-    return said
+    return listings
 
 
 def test_addresses_become_sorted_endpoints_with_the_shared_traits() -> None:
-    found = specs(
+    listing = specs(
         [("10.0.0.2", 8000), ("10.0.0.1", 8000), ("fd00::1", 8000), ("10.0.0.2", 8000)], TRAITS
     )
-    assert urls(found) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
-    assert {(each.max_concurrency, each.labels["gpu"], each.name) for each in found} == {
+    assert urls(listing) == [
+        "http://10.0.0.1:8000",
+        "http://10.0.0.2:8000",
+        "http://[fd00::1]:8000",
+    ]
+    assert {(item.max_concurrency, item.labels["gpu"], item.name) for item in listing} == {
         (7, "h100", None)
     }
 
@@ -77,10 +81,12 @@ async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -
         return answer
 
     naps = Naps()
-    said = await first(Dns("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2)
-    assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
+    listings = await first(
+        Dns("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2
+    )
+    assert listings == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
     assert len(naps.asked_s) == 4
-    assert all(8.0 <= each <= 12.0 for each in naps.asked_s)
+    assert all(8.0 <= item <= 12.0 for item in naps.asked_s)
     assert len(set(naps.asked_s)) == 4
 
 
@@ -112,13 +118,13 @@ async def test_a_changed_file_is_read_and_an_invalid_one_changes_nothing(tmp_pat
         if looks % 3 == 0 and texts:
             file.write_text(texts.pop(0))
 
-    said = []
+    listings = []
     async with asyncio.timeout(PATIENCE_S):
-        async for found in Listed(file, TRAITS, nap).watch():
-            said.append([(each.url, each.max_concurrency, each.name) for each in found])
-            if len(said) == 2:
+        async for listing in Listed(file, TRAITS, nap).watch():
+            listings.append([(item.url, item.max_concurrency, item.name) for item in listing])
+            if len(listings) == 2:
                 break
-    assert said == [
+    assert listings == [
         [("http://127.0.0.1:9001", 7, None), ("http://127.0.0.1:9002", 3, "two")],
         [("http://127.0.0.1:9003", 7, None)],
     ]
@@ -139,11 +145,11 @@ async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
         if naps == 20:
             raise asyncio.CancelledError
 
-    said = []
+    listings = []
     with suppress(asyncio.CancelledError):
-        async for found in Listed(file, TRAITS, nap).watch():
-            said.append(urls(found))  # noqa: PERF401  # what was said before the end counts
-    assert said == [["http://127.0.0.1:9001"]]
+        async for listing in Listed(file, TRAITS, nap).watch():
+            listings.append(urls(listing))  # noqa: PERF401  # what was said before the end counts
+    assert listings == [["http://127.0.0.1:9001"]]
     assert [
         f"{file} cannot be read; its last known endpoints stay" in line for line in caplog.messages
     ] == [True]
@@ -227,8 +233,8 @@ async def breaks(answer: web.StreamResponse) -> None:
     answer._req.transport.abort()
 
 
-def event(kind: str, told: dict[str, Any]) -> dict[str, Any]:
-    return {"type": kind, "object": told}
+def event(kind: str, payload: dict[str, Any]) -> dict[str, Any]:
+    return {"type": kind, "object": payload}
 
 
 async def test_slices_are_listed_and_then_watched(tmp_path: Path) -> None:
@@ -250,19 +256,22 @@ async def test_slices_are_listed_and_then_watched(tmp_path: Path) -> None:
             ["http://10.0.0.1:8000"],
             [],
         ]
-        assert [each.get("resourceVersion") for each in server.asked] == [None, "5", "7"]
+        assert [item.get("resourceVersion") for item in server.asked] == [None, "5", "7"]
         assert set(server.tokens) == {"Bearer the-token"}
 
 
 async def test_an_expired_watch_lists_again(tmp_path: Path) -> None:
     async with api(tmp_path) as (server, source, naps):
         server.lists = [
-            {"metadata": {"resourceVersion": str(at)}, "items": [piece("a", at, f"10.0.0.{at}")]}
-            for at in (1, 2, 3)
+            {
+                "metadata": {"resourceVersion": str(index)},
+                "items": [piece("a", index, f"10.0.0.{index}")],
+            }
+            for index in (1, 2, 3)
         ]
         server.watches = [says(event("ERROR", {"code": 410})), 410]
-        said = await first(source, 3)
-        assert said == [
+        listings = await first(source, 3)
+        assert listings == [
             ["http://10.0.0.1:8000"],
             ["http://10.0.0.2:8000"],
             ["http://10.0.0.3:8000"],
@@ -278,9 +287,12 @@ async def test_a_broken_watch_keeps_the_endpoints_and_resumes_at_its_version(
             {"metadata": {"resourceVersion": "5"}, "items": [piece("a", 4, "10.0.0.1")]}
         ] * 2
         server.watches = [breaks, 500, breaks, says(event("ADDED", piece("b", 6, "10.0.0.2")))]
-        said = await first(source, 2)
-        assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
-        assert [each.get("resourceVersion") for each in server.asked] == [
+        listings = await first(source, 2)
+        assert listings == [
+            ["http://10.0.0.1:8000"],
+            ["http://10.0.0.1:8000", "http://10.0.0.2:8000"],
+        ]
+        assert [item.get("resourceVersion") for item in server.asked] == [
             None,
             "5",
             "5",
@@ -289,8 +301,8 @@ async def test_a_broken_watch_keeps_the_endpoints_and_resumes_at_its_version(
             "5",
         ]
         assert [
-            most / 2 <= each <= most
-            for each, most in zip(naps.asked_s, (0.5, 1.0, 2.0), strict=True)
+            most / 2 <= item <= most
+            for item, most in zip(naps.asked_s, (0.5, 1.0, 2.0), strict=True)
         ] == [True] * 3
 
 
@@ -306,7 +318,7 @@ async def test_a_failing_api_server_is_logged_once_per_outage(
         server.lists.append(
             {"metadata": {"resourceVersion": "6"}, "items": [piece("b", 6, "10.0.0.2")]}
         )
-        assert [len(said) for said in await first(source, 4)] == [1, 2, 1, 2]
+        assert [len(listings) for listings in await first(source, 4)] == [1, 2, 1, 2]
         assert [
             line for line in caplog.messages if line.startswith("EndpointSlices of engines: ")
         ] == [
@@ -324,7 +336,7 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
         ]
         heard = says(event("ADDED", piece("b", 6, "10.0.0.2")), event("ERROR", {"code": 500}))
         server.watches = [503, heard, 503, says(event("ADDED", piece("c", 7, "10.0.0.3")))]
-        assert [len(said) for said in await first(source, 3)] == [1, 2, 3]
+        assert [len(listings) for listings in await first(source, 3)] == [1, 2, 3]
         assert [
             line.partition("; ")[0] for line in caplog.messages if line.startswith("EndpointSlices")
         ] == [
@@ -345,7 +357,7 @@ async def test_a_version_unknown_to_the_server_leads_to_a_new_list(
         ]
         server.watches = [refusal, refusal]
         assert await first(source, 2) == [["http://10.0.0.1:8000"], ["http://10.0.0.2:8000"]]
-        assert [each.get("resourceVersion") for each in server.asked] == [
+        assert [item.get("resourceVersion") for item in server.asked] == [
             None,
             "9000",
             "9000",

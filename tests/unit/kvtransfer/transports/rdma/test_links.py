@@ -57,7 +57,7 @@ class Pairs:
     def join(self, setup: Setup) -> Ready | None:
         return Ready(self.epoch)
 
-    def ready(self, said: Ready) -> None:
+    def ready(self, message: Ready) -> None:
         self.writable = True
 
     def end(self) -> None:
@@ -118,9 +118,9 @@ class Door:
 
 @pytest.fixture
 def door() -> Iterator[Door]:
-    made = Door()
-    yield made
-    made.close()
+    fake_door = Door()
+    yield fake_door
+    fake_door.close()
 
 
 def say_all(caller: socket.socket, sayings: Iterable[Saying]) -> None:
@@ -163,9 +163,9 @@ STRANGE: dict[str, Saying | bytes] = {
 
 @pytest.mark.parametrize("what", STRANGE)
 def test_data_before_the_proof_ends_the_link(door: Door, what: str) -> None:
-    caller, said = door.knock(), STRANGE[what]
+    caller, message = door.knock(), STRANGE[what]
     door.owner.wait("linked")
-    caller.sendall(said if isinstance(said, bytes) else encode(said))
+    caller.sendall(message if isinstance(message, bytes) else encode(message))
     door.owner.wait("lost")
     assert door.pairs == 1
     assert not door.owner.all("message")
@@ -256,13 +256,13 @@ class Dialled:
 def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eventfd, made, queues = os.eventfd, list[int](), list[Domain]()
+    eventfd, created, queues = os.eventfd, list[int](), list[Domain]()
 
     def wake(*args: int) -> int:
         if fails == "eventfd":
             raise OSError(24, "too many open files")
-        made.append(eventfd(*args))
-        return made[-1]
+        created.append(eventfd(*args))
+        return created[-1]
 
     def pairs(domain: Domain) -> Mock:
         if fails == "pairs":
@@ -281,16 +281,16 @@ def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
     ):
         RdmaLink(peered, Domain(), Owner(), RdmaOptions(), lambda link: None)  # type: ignore[arg-type]
     assert not queues
-    for fd in made:
+    for fd in created:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 
 
 @pytest.fixture
 def dialled() -> Iterator[Dialled]:
-    made = Dialled()
-    yield made
-    made.close()
+    dialling = Dialled()
+    yield dialling
+    dialling.close()
 
 
 def test_a_fence_that_the_device_refuses_ends_the_link_and_completes_after_its_queue_pair(
@@ -306,17 +306,17 @@ def test_a_fence_that_the_device_refuses_ends_the_link_and_completes_after_its_q
 def test_no_fence_is_answered_while_a_peer_could_still_write(
     dialled: Dialled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, go = threading.Event(), threading.Event()
+    requested, go = threading.Event(), threading.Event()
 
     def wait(seconds: float) -> bool:
-        asked.set()
+        requested.set()
         return not go.wait(20)
 
     monkeypatch.setattr(dialled.link, "_ending", type("Ending", (), {"wait": staticmethod(wait)})())
     dialled.keys[0].stuck = 9
     dialled.link._pairs.stuck = 1  # type: ignore[attr-defined]
     dialled.link.fence(1)
-    assert asked.wait(20)
+    assert requested.wait(20)
     assert not dialled.owner.all("fenced")
     assert "keeps its blocks" in caplog.text
     go.set()

@@ -85,8 +85,8 @@ def region(name: str = "r") -> Region:
 
 
 def runs(src: Sequence[int], dst: Sequence[int], length: int = BLOCK) -> Runs:
-    at = [np.asarray(blocks, np.int64) * BLOCK for blocks in (src, dst)]
-    return Runs(at[0], at[1], np.full(at[0].size, length, np.int64))
+    offsets = [np.asarray(blocks, np.int64) * BLOCK for blocks in (src, dst)]
+    return Runs(offsets[0], offsets[1], np.full(offsets[0].size, length, np.int64))
 
 
 def head(transfer: int, moves: Runs, first: int = 0) -> WindowHead:
@@ -98,12 +98,12 @@ def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
     blocks: list[int],
 ) -> None:
     ranks = [region("0"), region("1")]
-    found = np.zeros((2, BLOCK * BLOCKS), int)
+    result = np.zeros((2, BLOCK * BLOCKS), int)
     for rank, first, length in stretches(ranks, blocks):
-        found[rank, first : first + length] += 1
+        result[rank, first : first + length] += 1
     wanted = np.zeros(BLOCKS, int)
     wanted[blocks] = 1
-    assert (found == np.repeat(wanted, BLOCK)).all()
+    assert (result == np.repeat(wanted, BLOCK)).all()
     joined = np.flatnonzero(np.diff(np.sort(blocks)) > 1).size + 1
     assert len(stretches(ranks, blocks)) == 2 * joined
 
@@ -122,16 +122,16 @@ def test_work_requests_write_every_byte_as_planned(data: st.DataObject, gather: 
     opening = Opening(Registry(), [into], blocks, most_keys)
     grant = Grant(opening.grant)
     moves = runs(data.draw(st.permutations(range(len(blocks)))), blocks)
-    at = grant.claim(moves.n_bytes)
-    assert (at is None) == (opening.arena is None)
+    offset = grant.claim(moves.n_bytes)
+    assert (offset is None) == (opening.arena is None)
     base = into if opening.arena is None else Region.over(opening.arena, 1, name="arena")
-    for write in grant.writes(moves, 0, at, gather):
+    for write in grant.writes(moves, 0, offset, gather):
         assert 1 <= len(write.pieces) <= gather
         cursor = write.address - base.address
         for start, length in write.pieces:
             base.bytes[cursor : cursor + length] = out_of.bytes[start : start + length]
             cursor += length
-    assert opening.landed(moves, into, at, digest_of(out_of, moves.src, moves.length))
+    assert opening.landed(moves, into, offset, digest_of(out_of, moves.src, moves.length))
     for src, dst in zip(moves.src.tolist(), moves.dst.tolist(), strict=True):
         assert (into.bytes[dst : dst + BLOCK] == out_of.bytes[src : src + BLOCK]).all()
 
@@ -216,15 +216,15 @@ def test_closing_releases_all_keys_that_the_device_lets_it() -> None:
 def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
     registry = Registry()
     arrivals = Arrivals(registry, 100)
-    register, said = registry.register, list[object]()
+    register, calls = registry.register, list[object]()
 
     def meanwhile(address: int, length: int, *, writable_by_peer: bool) -> Key:
-        said.extend((arrivals.fence(1), arrivals.expected(2)))  # both at once: no lock is held
+        calls.extend((arrivals.fence(1), arrivals.expected(2)))  # both at once: no lock is held
         return register(address, length, writable_by_peer=writable_by_peer)
 
     registry.register = meanwhile  # type: ignore[method-assign]
     assert arrivals.grant(1, [region()], [1])
-    assert said == [False, False]
+    assert calls == [False, False]
     assert arrivals.fence(1)
     assert not registry.keys[0].open
 

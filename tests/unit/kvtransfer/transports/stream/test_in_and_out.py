@@ -29,40 +29,40 @@ PROOFS = ["none", "xxh3", "gcm"]
 WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
 
 
-def seal(made: Pipe) -> None:
+def seal(channel: Pipe) -> None:
     pytest.importorskip("cryptography")
-    made.out.seal, made.inn.seal = Seal(KEY), Seal(KEY)
+    channel.out.seal, channel.inn.seal = Seal(KEY), Seal(KEY)
 
 
 @contextlib.contextmanager
 def piped(proof: str):
-    with pipe(checked=proof == "xxh3") as made:
+    with pipe(checked=proof == "xxh3") as channel:
         if proof == "gcm":
-            seal(made)
-        yield made
+            seal(channel)
+        yield channel
 
 
-def wire(made: Pipe) -> bytearray:
+def wire(channel: Pipe) -> bytearray:
     """Return everything that the source sends."""
     data = bytearray()
-    while not made.out.idle:
-        made.out.pump()
+    while not channel.out.idle:
+        channel.out.pump()
         with contextlib.suppress(BlockingIOError):
-            while part := made.far.recv(1 << 20):
+            while part := channel.far.recv(1 << 20):
                 data += part
     return data
 
 
-def feed(made: Pipe, data: bytes | bytearray) -> None:
+def feed(channel: Pipe, data: bytes | bytearray) -> None:
     """Let the sink read these bytes and then the end of the stream. Raises what the sink raises."""
     view = memoryview(data)
     while view:
         with contextlib.suppress(BlockingIOError):
-            view = view[made.near.send(view) :]
-        made.receive()
-    made.near.close()
+            view = view[channel.near.send(view) :]
+        channel.receive()
+    channel.near.close()
     with contextlib.suppress(EOFError):
-        made.receive()
+        channel.receive()
 
 
 @pytest.mark.parametrize("proof", PROOFS)
@@ -75,21 +75,21 @@ def feed(made: Pipe, data: bytes | bytearray) -> None:
 def test_runs_land_in_their_places_and_messages_keep_their_order(
     proof: str, seed: int, count: int, longest: int
 ) -> None:
-    with piped(proof) as made:
+    with piped(proof) as channel:
         runs = scattered(seed, count, longest)
         parts = [runs.cut(first, min(7, runs.count - first)) for first in range(0, runs.count, 7)]
         heads = []
-        for at, part in enumerate(parts):
-            made.out.queue(frame(Kind.MESSAGE, bytes([at]) * (1 + at * 9000)))
-            heads.append(made.put(part, first=at))
-        made.flow()
-        said = [header for kind, header in made.ear.heard if kind is Kind.MESSAGE]
-        assert said == [bytes([at]) * (1 + at * 9000) for at in range(len(parts))]
-        assert [item for item in made.ear.heard if isinstance(item[0], WindowHead)] == [
+        for index, part in enumerate(parts):
+            channel.out.queue(frame(Kind.MESSAGE, bytes([index]) * (1 + index * 9000)))
+            heads.append(channel.put(part, first=index))
+        channel.flow()
+        said = [header for kind, header in channel.ear.heard if kind is Kind.MESSAGE]
+        assert said == [bytes([index]) * (1 + index * 9000) for index in range(len(parts))]
+        assert [item for item in channel.ear.heard if isinstance(item[0], WindowHead)] == [
             (h, Verdict.OK) for h in heads
         ]
-        assert made.sent == heads
-        assert np.array_equal(made.sink.bytes, made.expected(runs))
+        assert channel.sent == heads
+        assert np.array_equal(channel.sink.bytes, channel.expected(runs))
 
 
 @pytest.mark.parametrize("proof", PROOFS)
@@ -97,85 +97,89 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
 def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(
     proof: str, count: int, longest: int
 ) -> None:
-    with piped(proof) as made:
+    with piped(proof) as channel:
         runs = scattered(7, count, longest)
-        heads = [made.put(runs, first=at) for at in range(5)]
-        made.flow()
-        assert made.ear.heard == [(head, Verdict.OK) for head in heads]
-        assert made.sent == heads
-        assert np.array_equal(made.sink.bytes, made.expected(runs))
+        heads = [channel.put(runs, first=index) for index in range(5)]
+        channel.flow()
+        assert channel.ear.heard == [(head, Verdict.OK) for head in heads]
+        assert channel.sent == heads
+        assert np.array_equal(channel.sink.bytes, channel.expected(runs))
 
 
 @pytest.mark.parametrize("proof", PROOFS)
 def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> None:
-    with piped(proof) as made:
+    with piped(proof) as channel:
         large = np.random.default_rng(2).bytes(3 << 20)
-        first = made.put(scattered(1, 30, 8000), first=1)
-        made.out.queue(frame(Kind.MESSAGE, large))
-        second = made.put(scattered(1, 30, 8000), first=2)
-        made.flow()
-        assert made.ear.heard == [(first, Verdict.OK), (Kind.MESSAGE, large), (second, Verdict.OK)]
+        first = channel.put(scattered(1, 30, 8000), first=1)
+        channel.out.queue(frame(Kind.MESSAGE, large))
+        second = channel.put(scattered(1, 30, 8000), first=2)
+        channel.flow()
+        assert channel.ear.heard == [
+            (first, Verdict.OK),
+            (Kind.MESSAGE, large),
+            (second, Verdict.OK),
+        ]
 
 
 def test_an_altered_byte_of_a_window_is_corrupt() -> None:
-    with pipe() as made:
-        head = made.put(scattered(3, 5, 3000))
-        data = wire(made)
+    with pipe() as channel:
+        head = channel.put(scattered(3, 5, 3000))
+        data = wire(channel)
         data[len(data) // 2] ^= 4
-        feed(made, data)
-        assert made.ear.heard == [(head, Verdict.CORRUPT)]
+        feed(channel, data)
+        assert channel.ear.heard == [(head, Verdict.CORRUPT)]
 
 
 @pytest.mark.parametrize("where", ["header", "bytes", "tag"])
 def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_written(
     where: str,
 ) -> None:
-    with pipe() as made:
-        seal(made)
-        made.put(scattered(3, 5, 3000))
-        data = wire(made)
+    with pipe() as channel:
+        seal(channel)
+        channel.put(scattered(3, 5, 3000))
+        data = wire(channel)
         if where == "header":  # with a valid checksum: only the seal detects it
-            forged = WindowHead(1, 0, 0, 1, 5, made.ear.places.popitem()[0].n_bytes)
-            made.ear.places[forged] = Slice(scattered(4, 5, 3000), made.sink, 0, 0)
+            forged = WindowHead(1, 0, 0, 1, 5, channel.ear.places.popitem()[0].n_bytes)
+            channel.ear.places[forged] = Slice(scattered(4, 5, 3000), channel.sink, 0, 0)
             size = forged.n_bytes
-            made.ear.places[forged] = Slice(
-                Runs(np.array([0]), np.array([0]), np.array([size])), made.sink, 0, 0
+            channel.ear.places[forged] = Slice(
+                Runs(np.array([0]), np.array([0]), np.array([size])), channel.sink, 0, 0
             )
             opening = frame(Kind.WINDOW, pack_head(forged), size, Proof.GCM)
             data[: len(opening)] = opening
         else:
             data[len(data) // 2 if where == "bytes" else -1] ^= 1
         with pytest.raises(SealBroken):
-            feed(made, data)
-        assert not made.sink.bytes.any()
-        assert not made.ear.heard
+            feed(channel, data)
+        assert not channel.sink.bytes.any()
+        assert not channel.ear.heard
 
 
 @pytest.mark.parametrize(
     "order", [(0, 0), (1,), (1, 0)], ids=["repeated", "one left out", "swapped"]
 )
 def test_sealed_windows_arrive_once_each_and_in_order(order: tuple[int, ...]) -> None:
-    with pipe() as made:
-        seal(made)
+    with pipe() as channel:
+        seal(channel)
         recorded = []
-        for at in range(2):
-            made.put(scattered(at, 5, 3000), first=at)
-            recorded.append(wire(made))
+        for index in range(2):
+            channel.put(scattered(index, 5, 3000), first=index)
+            recorded.append(wire(channel))
         with pytest.raises(SealBroken):
-            feed(made, b"".join(recorded[at] for at in order))
+            feed(channel, b"".join(recorded[index] for index in order))
 
 
 def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
     pytest.importorskip("cryptography")
     for sender in (True, False):
-        with pipe() as made:
+        with pipe() as channel:
             if sender:
-                made.out.seal = Seal(KEY)
+                channel.out.seal = Seal(KEY)
             else:
-                made.inn.seal = Seal(KEY)
-            made.put(scattered(1, 3, 100))
+                channel.inn.seal = Seal(KEY)
+            channel.put(scattered(1, 3, 100))
             with pytest.raises(FrameError, match="at both ends"):
-                made.flow()
+                channel.flow()
 
 
 @pytest.mark.parametrize("proof", PROOFS)
@@ -184,93 +188,94 @@ def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
 def test_blocks_that_changed_owner_make_a_window_stale(
     proof: str, answers: list[bool], longest: int
 ) -> None:
-    with piped(proof) as made:
+    with piped(proof) as channel:
         said = iter([*answers, *[answers[-1]] * 9])
-        head = made.put(scattered(1, 20, longest), current=lambda: next(said))
-        after = made.put(scattered(2, 3, 50), first=9)
-        made.flow()
-        assert made.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
+        head = channel.put(scattered(1, 20, longest), current=lambda: next(said))
+        after = channel.put(scattered(2, 3, 50), first=9)
+        channel.flow()
+        assert channel.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
         if not answers[0]:
-            assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50))), (
+            assert np.array_equal(channel.sink.bytes, channel.expected(scattered(2, 3, 50))), (
                 "nothing was read"
             )
 
 
 @pytest.mark.parametrize("longest", [50, 12_000])
 def test_one_broken_bit_does_not_make_a_stale_window_a_good_one(longest: int) -> None:
-    with pipe() as made:
+    with pipe() as channel:
         said = iter([True, *[False] * 9])
-        head = made.put(scattered(1, 20, longest), current=lambda: next(said))
-        data = wire(made)
+        head = channel.put(scattered(1, 20, longest), current=lambda: next(said))
+        data = wire(channel)
         assert data[-TRAILER_BYTES] == 1
         data[-TRAILER_BYTES] ^= 1
-        feed(made, data)
-        assert made.ear.heard == [(head, Verdict.CORRUPT)]
+        feed(channel, data)
+        assert channel.ear.heard == [(head, Verdict.CORRUPT)]
 
 
 def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -> None:
-    with pipe() as made:
-        head = made.put(WHOLE)
-        other = made.put(scattered(2, 3, 50), transfer=1, first=5)
-        made.out.pump()
-        made.receive()
-        arrived = int(np.count_nonzero(made.sink.bytes))
+    with pipe() as channel:
+        head = channel.put(WHOLE)
+        other = channel.put(scattered(2, 3, 50), transfer=1, first=5)
+        channel.out.pump()
+        channel.receive()
+        arrived = int(np.count_nonzero(channel.sink.bytes))
         assert 0 < arrived < SIZE
-        made.out.drop(1)
-        made.put(scattered(2, 3, 50), transfer=2)
-        made.flow()
-        assert made.ear.heard[0] == (head, Verdict.STALE)
-        assert len(made.ear.heard) == 2
-        assert other not in made.sent
-        assert np.count_nonzero(made.sink.bytes[arrived + 200_000 :]) < 200, (
+        channel.out.drop(1)
+        channel.put(scattered(2, 3, 50), transfer=2)
+        channel.flow()
+        assert channel.ear.heard[0] == (head, Verdict.STALE)
+        assert len(channel.ear.heard) == 2
+        assert other not in channel.sent
+        assert np.count_nonzero(channel.sink.bytes[arrived + 200_000 :]) < 200, (
             "what followed was not the memory"
         )
 
 
 @pytest.mark.parametrize("proof", PROOFS)
 def test_after_a_fence_in_the_middle_of_a_window_nothing_more_is_written(proof: str) -> None:
-    with piped(proof) as made:
-        made.put(WHOLE)
-        made.out.pump()
-        made.receive()
-        made.inn.divert(1)
-        made.sink.bytes[:] = 0
-        after = made.put(scattered(2, 3, 50), transfer=2)
-        made.flow()
-        assert made.ear.heard == [(after, Verdict.OK)]
-        assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50)))
+    with piped(proof) as channel:
+        channel.put(WHOLE)
+        channel.out.pump()
+        channel.receive()
+        channel.inn.divert(1)
+        channel.sink.bytes[:] = 0
+        after = channel.put(scattered(2, 3, 50), transfer=2)
+        channel.flow()
+        assert channel.ear.heard == [(after, Verdict.OK)]
+        assert np.array_equal(channel.sink.bytes, channel.expected(scattered(2, 3, 50)))
 
 
 def test_a_fence_of_another_transfer_leaves_a_window_alone() -> None:
-    with pipe() as made:
-        head = made.put(WHOLE)
-        made.out.pump()
-        made.receive()
-        made.inn.divert(2)
-        made.flow()
-        assert made.ear.heard == [(head, Verdict.OK)]
+    with pipe() as channel:
+        head = channel.put(WHOLE)
+        channel.out.pump()
+        channel.receive()
+        channel.inn.divert(2)
+        channel.flow()
+        assert channel.ear.heard == [(head, Verdict.OK)]
 
 
 @pytest.mark.parametrize("size", [1, 5000])
 def test_a_window_of_another_size_than_planned_is_refused_before_it_is_read(
     size: int,
 ) -> None:
-    with pipe() as made:
+    with pipe() as channel:
         head = WindowHead(1, 0, 0, 0, 1, size)
-        made.ear.places[head] = Slice(
-            Runs(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0
+        channel.ear.places[head] = Slice(
+            Runs(np.array([0]), np.array([0]), np.array([size + 1])), channel.sink, 0, 0
         )
         with pytest.raises(FrameError, match="but the plan has"):
             feed(
-                made, frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK)
+                channel,
+                frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK),
             )
-        assert not made.sink.bytes.any()
+        assert not channel.sink.bytes.any()
 
 
 def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
-    with pipe() as made, pytest.raises(FrameError, match="bytes of payload"):
+    with pipe() as channel, pytest.raises(FrameError, match="bytes of payload"):
         feed(
-            made,
+            channel,
             frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
             + b"xxxx"
             + trailer(Verdict.OK),
@@ -279,15 +284,15 @@ def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
 
 @pytest.mark.parametrize(("dst", "length"), [(SIZE - 5, 6), (-1, 3), (0, 0), (SIZE, 1)])
 def test_runs_beyond_the_region_are_never_followed(dst: int, length: int) -> None:
-    with pipe() as made:
+    with pipe() as channel:
         runs = Runs(np.array([dst]), np.array([dst]), np.array([length]))
-        head = made.put(runs)
+        head = channel.put(runs)
         with pytest.raises(TransportError):
-            made.out.pump()
+            channel.out.pump()
         if length:
             with pytest.raises(TransportError):
                 feed(
-                    made,
+                    channel,
                     frame(Kind.WINDOW, pack_head(head), length)
                     + b"x" * length
                     + trailer(Verdict.OK),
@@ -299,19 +304,19 @@ def test_an_unproven_peer_may_send_little_and_write_nothing() -> None:
         frame(Kind.MESSAGE, bytes(30_000)),
         frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
     ):
-        with pipe() as made:
-            made.inn.limits = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
+        with pipe() as channel:
+            channel.inn.limits = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
             with pytest.raises(FrameError, match="over the limit"):
-                feed(made, data)
+                feed(channel, data)
 
 
 def test_an_unexpected_window_is_discarded() -> None:
-    with pipe() as made:
-        made.put(WHOLE)
-        made.ear.places.clear()
-        after = made.put(scattered(2, 3, 50), first=1)
-        made.flow()
-        assert made.ear.heard == [(after, Verdict.OK)]
+    with pipe() as channel:
+        channel.put(WHOLE)
+        channel.ear.places.clear()
+        after = channel.put(scattered(2, 3, 50), first=1)
+        channel.flow()
+        assert channel.ear.heard == [(after, Verdict.OK)]
 
 
 @given(data=st.data())
@@ -319,42 +324,42 @@ def test_an_unexpected_window_is_discarded() -> None:
 def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write_elsewhere(
     data: st.DataObject,
 ) -> None:
-    with pipe() as made:
+    with pipe() as channel:
         runs = Runs(
             np.array([0, BLOCK_BYTES]),
             np.array([BLOCK_BYTES, 3 * BLOCK_BYTES]),
             np.array([700, 5000]),
         )
-        made.out.queue(frame(Kind.MESSAGE, b"hello"))
-        head = made.put(runs)
-        made.out.queue(frame(Kind.MESSAGE, b"m" * 6000))
-        stream = wire(made)
+        channel.out.queue(frame(Kind.MESSAGE, b"hello"))
+        head = channel.put(runs)
+        channel.out.queue(frame(Kind.MESSAGE, b"m" * 6000))
+        stream = wire(channel)
         for _ in range(data.draw(st.integers(1, 3))):
             if not stream:
                 break
-            at = data.draw(st.integers(0, len(stream) - 1))
+            index = data.draw(st.integers(0, len(stream) - 1))
             match data.draw(st.sampled_from(["alter", "cut", "insert", "remove"])):
                 case "alter":
-                    stream[at] ^= data.draw(st.integers(1, 255))
+                    stream[index] ^= data.draw(st.integers(1, 255))
                 case "cut":
-                    del stream[at + 1 :]
+                    del stream[index + 1 :]
                 case "insert":
-                    stream[at:at] = data.draw(st.binary(min_size=1, max_size=40))
+                    stream[index:index] = data.draw(st.binary(min_size=1, max_size=40))
                 case "remove":
-                    del stream[at : at + data.draw(st.integers(1, 40))]
+                    del stream[index : index + data.draw(st.integers(1, 40))]
         with contextlib.suppress(FrameError):
-            feed(made, stream)
+            feed(channel, stream)
         untouched = np.ones(SIZE, bool)
         for dst, length in zip(runs.dst, runs.length, strict=True):
             untouched[dst : dst + length] = False
-        assert not made.sink.bytes[untouched].any()
-        right = np.array_equal(made.sink.bytes, made.expected(runs))
+        assert not channel.sink.bytes[untouched].any()
+        right = np.array_equal(channel.sink.bytes, channel.expected(runs))
         assert all(
             verdict is not Verdict.OK or (what == head and right)
-            for what, verdict in made.ear.heard
+            for what, verdict in channel.ear.heard
         )
-        assert {what for what, _ in made.ear.heard} <= {head, Kind.MESSAGE}
-        assert {said for what, said in made.ear.heard if what is Kind.MESSAGE} <= {
+        assert {what for what, _ in channel.ear.heard} <= {head, Kind.MESSAGE}
+        assert {said for what, said in channel.ear.heard if what is Kind.MESSAGE} <= {
             b"hello",
             b"m" * 6000,
         }
@@ -363,7 +368,7 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
 @given(st.binary(min_size=1, max_size=3 * PREAMBLE_BYTES))
 @settings(max_examples=200, deadline=None)
 def test_noise_yields_no_message(noise: bytes) -> None:
-    with pipe() as made:
+    with pipe() as channel:
         with contextlib.suppress(FrameError):
             feed(made, noise)
         assert not made.ear.heard

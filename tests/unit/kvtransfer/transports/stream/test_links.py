@@ -35,8 +35,8 @@ WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
 
 @pytest.fixture(params=["tcp", "shm"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with linked_pair(request.param) as made:
-        yield made
+    with linked_pair(request.param) as connected:
+        yield connected
 
 
 def driven(link: Link) -> StreamLink:
@@ -67,10 +67,10 @@ def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
     head = window(1, moves)
     pair.expect({head: moves})
     pair.admit(1)
-    for at in range(10):
-        pair.source.send(at.to_bytes(2, "big"))
+    for index in range(10):
+        pair.source.send(index.to_bytes(2, "big"))
         assert driven(pair.source).drive(
-            lambda at=at: len(pair.sink_owner.all("message")) > at, 10.0
+            lambda at=index: len(pair.sink_owner.all("message")) > at, 10.0
         )
     pair.put(head, moves)
     assert driven(pair.source).drive(lambda: bool(pair.source_owner.all("sent")), 10.0)
@@ -101,18 +101,20 @@ def test_a_drive_of_a_link_that_is_lost_raises(pair: Pair) -> None:
 
 
 def test_several_drivers_and_senders_lose_nothing(pair: Pair) -> None:
-    def say(who: int) -> None:
-        for at in range(50):
-            pair.source.send(bytes([who, at]))
+    def say(sender: int) -> None:
+        for index in range(50):
+            pair.source.send(bytes([sender, index]))
             driven(pair.source).drive(lambda: True, 1.0)
 
-    threads = [threading.Thread(target=say, args=(who,)) for who in range(3)]
+    threads = [threading.Thread(target=say, args=(sender,)) for sender in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     heard = pair.sink_owner.wait("message", 150)
-    assert sorted(heard) == sorted(bytes([who, at]) for who in range(3) for at in range(50))  # type: ignore[type-var]
+    assert sorted(heard) == sorted(
+        bytes([sender, index]) for sender in range(3) for index in range(50)
+    )  # type: ignore[type-var]
 
 
 def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
@@ -244,10 +246,10 @@ def test_peers_get_the_advertised_address() -> None:
 
 def test_a_port_that_is_taken_is_a_transport_error() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(TransportError, match="cannot listen"),
     ):
-        Tcp(port=taken.getsockname()[1]).start(Owner(), [])
+        Tcp(port=listener.getsockname()[1]).start(Owner(), [])
 
 
 def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
@@ -285,9 +287,9 @@ def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     for end in (link, source_owner.heard[0].link):
         end.secure(bytes(range(32)))
     sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
-    for at in range(5):
+    for index in range(5):
         source_owner.heard[0].link.put(
-            WindowHead(1, 0, 0, at, 1, SIZE), Slice(WHOLE, source_region, 0, 0, lambda: True)
+            WindowHead(1, 0, 0, index, 1, SIZE), Slice(WHOLE, source_region, 0, 0, lambda: True)
         )
     assert {verdict for _, verdict in sink_owner.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
     assert np.array_equal(sink_region.bytes, source_region.bytes)

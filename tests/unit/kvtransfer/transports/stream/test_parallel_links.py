@@ -18,22 +18,24 @@ from kvtransfer.contract import Slice, Verdict, WindowHead
 from kvtransfer.layout.block_mapping import Runs
 from kvtransfer.protocol.frame import Kind, Proof, frame, trailer, window_frame
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
-from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
+from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
 A_MOMENT_S = 0.1  # wait for events that must not happen
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with linked_pair("lanes") as made:
-        yield made
+    with linked_pair("lanes") as connected:
+        yield connected
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
     """Return this many windows of one block each, of transfer 1."""
-    at = np.arange(first, first + count) * BLOCK_BYTES
-    runs = [Runs(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
-    return {window(1, each, first=first + i): each for i, each in enumerate(runs)}
+    offsets = np.arange(first, first + count) * BLOCK_BYTES
+    runs = [
+        Runs(offsets[i : i + 1], offsets[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)
+    ]
+    return {window(1, run, first=first + i): run for i, run in enumerate(runs)}
 
 
 def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
@@ -54,8 +56,8 @@ def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
 def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> None:
     rest = begun(pair, 9)
     with standing(pair.source):
-        for each in rest.items():
-            pair.put(*each)
+        for event in rest.items():
+            pair.put(*event)
         pair.sink_owner.wait("landed", 9)
         time.sleep(A_MOMENT_S)
         assert (
@@ -63,11 +65,13 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
         )  # all but the window that the link sends next
     heard = pair.sink_owner.wait("landed", 10)
     assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
-    assert {each.link for each in pair.sink_owner.heard if each.kind in ("landed", "incoming")} == {
-        pair.sink
-    }
+    assert {
+        event.link for event in pair.sink_owner.heard if event.kind in ("landed", "incoming")
+    } == {pair.sink}
     pair.source_owner.wait("sent", 10)
-    assert {each.link for each in pair.source_owner.heard if each.kind == "sent"} == {pair.source}
+    assert {event.link for event in pair.source_owner.heard if event.kind == "sent"} == {
+        pair.source
+    }
     assert np.array_equal(pair.sink_region.bytes, expected(pair, *blocks(10).values()))
     went = [lane.received_bytes > BLOCK_BYTES for lane in lanes_of(pair.sink)]
     assert any(went)
@@ -82,11 +86,11 @@ def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
     pair.admit(1)
     with standing(pair.source):
         pair.source.send(b"the announcement")
-        for each in windows.items():
-            pair.put(*each)
+        for event in windows.items():
+            pair.put(*event)
         assert not laned(pair.source)._out.crowded  # lanes find no window
     pair.sink_owner.wait("landed", 10)
-    order = [each.kind for each in pair.sink_owner.heard if each.kind in ("message", "incoming")]
+    order = [event.kind for event in pair.sink_owner.heard if event.kind in ("message", "incoming")]
     assert order[0] == "message"
 
 
@@ -103,8 +107,8 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
     pair.expect(windows)
     pair.admit(1)
     with standing(pair.source):
-        for each in windows.items():
-            pair.put(*each)
+        for event in windows.items():
+            pair.put(*event)
         laned(pair.source).framed(Kind.SPREAD, struct.pack("<Q", 1))
         pair.sink_owner.wait("landed", 9)
 
@@ -114,8 +118,8 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
         laned(pair.source)._out.share(1)
-        for each in blocks(2).items():
-            pair.put(*each)
+        for event in blocks(2).items():
+            pair.put(*event)
         assert all(lane._has_lane_work for lane in lanes)
         laned(pair.source)._out.drop(1)
 
@@ -165,9 +169,9 @@ def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
             raise IndexError("it is empty")
 
     with standing(pair.source):
-        kept, out._queue = out._queue, Taken()  # type: ignore[assignment]
+        queue, out._queue = out._queue, Taken()  # type: ignore[assignment]
         assert not out.pump()
-        out._queue = kept
+        out._queue = queue
 
 
 @pytest.mark.parametrize(
@@ -314,14 +318,14 @@ def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
     far._sock.shutdown(socket.SHUT_RDWR)
     pair.sink_owner.wait("lost")
     pair.source_owner.wait("lost")
-    assert [each.link for each in pair.sink_owner.heard if each.kind in ("message", "lost")] == [
+    assert [event.link for event in pair.sink_owner.heard if event.kind in ("message", "lost")] == [
         near,
         near,
     ]
-    assert [each.link for each in pair.source_owner.heard if each.kind == "lost"] == [far]
+    assert [event.link for event in pair.source_owner.heard if event.kind == "lost"] == [far]
     rest = begun(pair, 9)
-    for each in rest.items():
-        pair.put(*each)
+    for event in rest.items():
+        pair.put(*event)
     pair.sink_owner.wait("landed", 10)
     pair.sink.fence(1)
     assert pair.sink_owner.wait("fenced") == [1]

@@ -1,4 +1,4 @@
-"""A stream cut anywhere and continued by others: what the client reads is the whole answer, and nothing twice."""
+"""Streams cut anywhere and continued by other engines: the client reads each token once."""
 
 from __future__ import annotations
 
@@ -23,40 +23,73 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """The text of the token with this id: every fifth has none of its own, and comes with the next."""
-    return "" if number % 5 == 4 else f" w{number - 1}w{number}" if number % 5 == 0 and number else f" w{number}"
+    """Return the text of a token.
+
+    Every fifth has no text of its own; it comes with the next one.
+    """
+    return (
+        ""
+        if number % 5 == 4
+        else f" w{number - 1}w{number}"
+        if number % 5 == 0 and number
+        else f" w{number}"
+    )
 
 
-def events(ids: list[int], total: int, *, chat: bool, opening: bool, model: str = "served") -> Iterator[bytes]:
-    """As an engine streams them that was asked for ids and counts; `total` tokens are the end of it."""
-    beside = {"id": "cmpl-1" if opening else "cmpl-2", "created": 5 if opening else 6, "model": model}
+def events(
+    ids: list[int], total: int, *, chat: bool, opening: bool, model: str = "served"
+) -> Iterator[bytes]:
+    """Yield the events of an engine that reports token ids and counts.
 
-    def event(choices: list[dict[str, Any]], made: int, **more: Any) -> bytes:
-        usage = {"prompt_tokens": 99, "completion_tokens": made, "total_tokens": 99 + made}
-        return b"data: " + json.dumps(beside | {"choices": choices, "usage": usage} | more).encode() + b"\n\n"
+    ids      ids of the tokens to stream
+    total    number of tokens after which the response is complete
+    """
+    members = {
+        "id": "cmpl-1" if opening else "cmpl-2",
+        "created": 5 if opening else 6,
+        "model": model,
+    }
+
+    def event(choices: list[dict[str, Any]], token_count: int, **more: Any) -> bytes:
+        usage = {
+            "prompt_tokens": 99,
+            "completion_tokens": token_count,
+            "total_tokens": 99 + token_count,
+        }
+        return (
+            b"data: "
+            + json.dumps(members | {"choices": choices, "usage": usage} | more).encode()
+            + b"\n\n"
+        )
 
     if chat:
-        yield event([{"index": 0, "delta": {"role": "assistant", "content": ""}}], 0, prompt_token_ids=PROMPT)
-    for made, number in enumerate(ids, 1):
+        yield event(
+            [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+            0,
+            prompt_token_ids=PROMPT,
+        )
+    for token_count, number in enumerate(ids, 1):
         reason = "length" if number == total - 1 else None
         text = {"delta": {"content": token(number)}} if chat else {"text": token(number)}
-        first = {"prompt_token_ids": PROMPT} if made == 1 and not chat else {}
-        yield event([{"index": 0, "finish_reason": reason, "token_ids": [number]} | text | first], made)
+        first = {"prompt_token_ids": PROMPT} if token_count == 1 and not chat else {}
+        yield event(
+            [{"index": 0, "finish_reason": reason, "token_ids": [number]} | text | first],
+            token_count,
+        )
     yield event([], len(ids))
     yield b"data: [DONE]\n\n"
 
 
 def terms(chat: bool, usage: bool, most: int) -> Terms:
     body = {"stream": True, "max_tokens": most, "stream_options": {"include_usage": usage}}
-    asked = (test_openai.CHAT if chat else test_openai.COMPLETION) | body
-    found = terms_of(test_openai.parsed(asked, Api.CHAT if chat else Api.COMPLETIONS))
-    assert found is not None
-    return found
+    request = (test_openai.CHAT if chat else test_openai.COMPLETION) | body
+    result = terms_of(test_openai.parsed(request, Api.CHAT if chat else Api.COMPLETIONS))
+    assert result is not None
+    return result
 
 
-def fed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
-    """What the client reads of an answer that comes in pieces of this size, and then breaks. Nothing is lost of what
-    was handed on before."""
+def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
+    """Feed a response in pieces of this size. Returns the bytes for the client until it breaks."""
     out = b""
     try:
         for start in range(0, len(answer), size):
@@ -69,19 +102,21 @@ def fed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
 
 
 def read(out: bytes) -> list[dict[str, Any]]:
-    """The client's chunks; the stream is whole and ends once."""
+    """Return the events for the client. Asserts that the stream ends exactly once."""
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
     assert body.ended
     assert not body.surplus
     *chunks, done, rest = payload.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
-    return [json.loads(one.removeprefix(b"data: ")) for one in chunks]
+    return [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
 
 
-def broken(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
-    """So much of an answer with these events: cut off in whatever it was saying, or after an event, as if that were the
-    end."""
+def break_stream(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
+    """Return the first `share` of a response.
+
+    tidily    cut between events and end the body properly; otherwise cut anywhere
+    """
     framed = [chunk(part) for part in parts]
     if tidily:
         return HEAD + b"".join(framed[: round(share * len(framed))]) + LAST_CHUNK
@@ -96,12 +131,16 @@ def broken(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
     cuts=st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=3),
     size=st.integers(1, 900),
 )
-def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
+def test_the_client_reads_the_complete_response_wherever_its_engines_break(
     chat: bool, usage: bool, total: int, cuts: list[tuple[float, bool]], size: int
 ) -> None:
     ledger = Ledger(terms(chat, usage, total), 1000)
     relay: Recorded = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
-    out = fed(relay, broken(events(list(range(total)), total, chat=chat, opening=True), *cuts[0]), size)
+    out = feed(
+        relay,
+        break_stream(events(list(range(total)), total, chat=chat, opening=True), *cuts[0]),
+        size,
+    )
     if not relay.committed:
         assert not out
         return
@@ -119,78 +158,117 @@ def test_what_the_client_reads_is_the_whole_answer_wherever_its_engines_break(
         begun = len(ledger.said)
         relay = Continuation(b"", renamer=Recorder(ledger, ledger.rest, "served", "asked"))
         rest = events(list(range(begun, total)), total, chat=False, opening=False)
-        out += fed(relay, broken(rest, *cut), size)
+        out += feed(relay, break_stream(rest, *cut), size)
     chunks = read(out)
-    choices = [one["choices"][0] for one in chunks if one["choices"]]
-    shown = [each["delta"].get("content", "") if chat else each["text"] for each in choices]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    shown = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert "".join(shown) == "".join(map(token, range(total)))
-    assert [each["finish_reason"] for each in choices if each.get("finish_reason")] == ["length"]
-    assert {(one["id"], one["created"], one["model"]) for one in chunks} == {("cmpl-1", 5, "asked")}
-    assert not any("token_ids" in json.dumps(one) for one in chunks)
-    assert sum("role" in each.get("delta", {}) for each in choices) == chat
-    counted = [one["usage"] for one in chunks if one.get("usage")]
+    assert [choice["finish_reason"] for choice in choices if choice.get("finish_reason")] == [
+        "length"
+    ]
+    assert {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks} == {
+        ("cmpl-1", 5, "asked")
+    }
+    assert not any("token_ids" in json.dumps(chunk) for chunk in chunks)
+    assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
+    counted = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
     assert len(counted) == usage
-    assert all(one["completion_tokens"] == total for one in counted)
+    assert all(item["completion_tokens"] == total for item in counted)
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_where_several_ids_came_at_once_it_is_unknown_which_are_shown(chat: bool) -> None:
+def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: bool) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
-    for ids, text, standing in (([1], "a", ""), ([2, 3], "b", "seam"), ([4], "", "seam"), ([5], "c", "")):
+    for ids, text, standing in (
+        ([1], "a", ""),
+        ([2, 3], "b", "seam"),
+        ([4], "", "seam"),
+        ([5], "c", ""),
+    ):
         part = {"delta": {"content": text}} if chat else {"text": text}
         usage = {"completion_tokens": ledger.made + len(ids)}
-        ledger.first({"choices": [{"token_ids": ids} | part], "prompt_token_ids": PROMPT, "usage": usage})
+        ledger.first(
+            {"choices": [{"token_ids": ids} | part], "prompt_token_ids": PROMPT, "usage": usage}
+        )
         assert ledger.standing == standing
     assert list(ledger.said) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("chat", "standing"), [(True, "untold"), (False, "")])
-def test_a_chat_of_which_no_text_was_shown_is_not_continued_since_it_may_begin_with_thoughts(
+def test_a_chat_without_visible_text_is_not_continued_because_it_may_begin_with_reasoning(
     chat: bool, standing: str
 ) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
     part = {"delta": {"role": "assistant", "content": ""}} if chat else {"text": ""}
     ledger.first(
-        {"choices": [{"token_ids": [1]} | part], "prompt_token_ids": PROMPT, "usage": {"completion_tokens": 1}}
+        {
+            "choices": [{"token_ids": [1]} | part],
+            "prompt_token_ids": PROMPT,
+            "usage": {"completion_tokens": 1},
+        }
     )
     assert ledger.standing == standing
     part["finish_reason"] = "stop"
     ledger.first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
-    assert (ledger.standing, ledger.whole) == ("", True), "nothing is missing but the end"
+    assert (ledger.standing, ledger.whole) == ("", True), "only the end is missing"
 
 
 @pytest.mark.parametrize(
     ("chunk", "obstacle"),
     [
         ({"choices": [{"delta": {"content": "a"}, "token_ids": [1]}]}, "uncounted"),
-        ({"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}, "uncounted"),
-        ({"choices": [{"delta": {"reasoning": "a"}, "token_ids": [1]}], "usage": {"completion_tokens": 1}}, "parsed"),
         (
-            {"choices": [{"delta": {"content": "a"}, "token_ids": [1] * 9}], "usage": {"completion_tokens": 9}},
+            {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1}},
+            "uncounted",
+        ),
+        (
+            {
+                "choices": [{"delta": {"reasoning": "a"}, "token_ids": [1]}],
+                "usage": {"completion_tokens": 1},
+            },
+            "parsed",
+        ),
+        (
+            {
+                "choices": [{"delta": {"content": "a"}, "token_ids": [1] * 9}],
+                "usage": {"completion_tokens": 9},
+            },
             "too_long",
         ),
-        ({"choices": [{"delta": {"content": "a"}, "token_ids": [1]}], "usage": {"completion_tokens": 1}}, ""),
+        (
+            {
+                "choices": [{"delta": {"content": "a"}, "token_ids": [1]}],
+                "usage": {"completion_tokens": 1},
+            },
+            "",
+        ),
     ],
 )
-def test_what_is_not_known_token_for_token_is_not_continued(chunk: dict[str, Any], obstacle: str) -> None:
+def test_a_response_not_known_token_by_token_is_not_continued(
+    chunk: dict[str, Any], obstacle: str
+) -> None:
     ledger = Ledger(terms(True, False, 99), 10)
     ledger.first(chunk | {"prompt_token_ids": PROMPT})
     assert ledger.standing == obstacle
 
 
-def test_what_came_in_one_read_with_an_error_was_not_shown_and_is_asked_for_again() -> None:
+def test_tokens_read_together_with_an_error_were_not_shown_and_are_requested_again() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     recorder = Recorder(ledger, ledger.first, "served", "asked")
     parts = [*events([0, 1, 2], 9, chat=True, opening=True)]
     assert recorder.feed(b"".join(parts[:2]), sse=True, ended=False)
-    for broken in (b'data: {"error": {"message": "dead"}}\n\n', b"data: {nonsense\n\n", b'data: {"choices": 3}\n\n'):
+    for broken in (
+        b'data: {"error": {"message": "dead"}}\n\n',
+        b"data: {nonsense\n\n",
+        b'data: {"choices": 3}\n\n',
+    ):
         with pytest.raises(UpstreamBroke):
             recorder.feed(parts[2] + broken, sse=True, ended=False)
         assert list(ledger.said) == [0]
     assert ledger.made == 1
 
 
-def test_an_engine_that_gives_a_request_up_has_not_ended_it() -> None:
+def test_an_aborted_request_is_not_a_complete_response() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
     parts = [*events([0, 1], 9, chat=True, opening=True)]
@@ -203,24 +281,32 @@ def test_an_engine_that_gives_a_request_up_has_not_ended_it() -> None:
 
 
 @pytest.mark.parametrize("end", [chunk(b'data: {"error": {"message": "dead"}}\n\n'), LAST_CHUNK])
-def test_an_answer_that_breaks_with_its_first_events_was_not_begun(end: bytes) -> None:
-    told: list[None] = []
+def test_a_response_that_breaks_with_its_first_events_has_not_begun(end: bytes) -> None:
+    stream_bytes: list[None] = []
     ledger = Ledger(terms(True, False, 9), 1000)
-    relay = Recorded(b"", lambda: told.append(None), renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    relay = Recorded(
+        b"",
+        lambda: stream_bytes.append(None),
+        renamer=Recorder(ledger, ledger.first, "served", "asked"),
+    )
     first, *_ = events([0], 9, chat=True, opening=True)
     with pytest.raises(UpstreamBroke):
         relay.feed(HEAD + chunk(first) + end, 1.0)
     assert not relay.committed
-    assert not told  # the request's bytes are released then, and a retry needs them
+    assert not stream_bytes  # it releases the request's bytes, which a retry needs
 
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_done(chat: bool, counted: bool) -> None:
+def test_a_body_that_ends_after_its_finish_reason_is_complete_without_done(
+    chat: bool, counted: bool
+) -> None:
     ledger = Ledger(terms(chat, True, 6), 1000)
-    relay = Recorded(b"", None, False, Recorder(ledger, ledger.first, "served", "asked"), patient=True)
+    relay = Recorded(
+        b"", None, False, Recorder(ledger, ledger.first, "served", "asked"), patient=True
+    )
     parts = list(events(list(range(6)), 6, chat=chat, opening=True))[: -1 if counted else -2]
-    out = fed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
+    out = feed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
     assert (relay.state, relay.failed_in_stream) == (State.DONE, False)
     *_, last = read(out)
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9} | (
@@ -229,13 +315,15 @@ def test_a_stream_that_ends_properly_after_its_finish_reason_is_whole_without_do
     assert out.count(b"[DONE]") == 1
 
 
-def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() -> None:
+def test_a_final_event_not_shown_to_the_client_does_not_end_its_stream() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
     relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
     first, *_ = events([0], 9, chat=True, opening=True)
     relay.feed(HEAD + chunk(first), 1.0)
     with pytest.raises(UpstreamBroke):
-        relay.feed(chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK, 2.0)
+        relay.feed(
+            chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK, 2.0
+        )
     assert b'"error"' in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
 
 
@@ -252,18 +340,31 @@ def test_a_last_event_that_the_client_was_not_shown_does_not_end_its_stream() ->
     ids=["both", "the first", "the last", "neither counts", "neither"],
 )
 def test_the_usage_of_a_continued_stream_keeps_the_details_of_its_prompt(
-    first: dict[str, int] | None, last: dict[str, int] | None, shown: dict[str, int] | None, chat: bool
+    first: dict[str, int] | None,
+    last: dict[str, int] | None,
+    shown: dict[str, int] | None,
+    chat: bool,
 ) -> None:
     ledger = Ledger(terms(chat, True, 6), 1000)
-    for begun, ids, details, show in ((True, [0, 1], first, ledger.first), (False, [2, 3, 4, 5], last, ledger.rest)):
+    for begun, ids, details, show in (
+        (True, [0, 1], first, ledger.first),
+        (False, [2, 3, 4, 5], last, ledger.rest),
+    ):
         detailed = {"prompt_tokens_details": details}
         parts = [*events(ids, 6, chat=chat and begun, opening=begun)][: -2 if begun else None]
-        told = b"".join(parts).replace(b'"total_tokens"', json.dumps(detailed).encode()[1:-1] + b', "total_tokens"')
-        out = Recorder(ledger, show, "served", "asked").feed(told, sse=True, ended=False)
+        stream_bytes = b"".join(parts).replace(
+            b'"total_tokens"', json.dumps(detailed).encode()[1:-1] + b', "total_tokens"'
+        )
+        out = Recorder(ledger, show, "served", "asked").feed(stream_bytes, sse=True, ended=False)
         if begun:
             ledger.resume()
     usage = json.loads(out.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
-    assert usage == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9, "prompt_tokens_details": shown}
+    assert usage == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": shown,
+    }
     assert ledger.usage.cached_tokens == (None if shown is None else shown["cached_tokens"])
 
 

@@ -30,7 +30,7 @@ BOOKED = ("in_flight", "prefill_tokens", "decode_tokens", "expected_tokens")
 WITHIN_S = 3 * PATIENCE_S
 
 
-class Mock:
+class MockProcess:
     """One TP group in its own process, on a port that it keeps over restarts."""
 
     def __init__(self, speed: float, *options: str) -> None:
@@ -43,7 +43,7 @@ class Mock:
         command = [sys.executable, "-m", "mockgpu", *self._options]
         self._process = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE)
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         assert self._process.stdout is not None
         assert self._process.stdout.readline().startswith(b"ready")
 
@@ -142,19 +142,19 @@ class Clients:
 
 
 @dataclass(frozen=True)
-class Processes:
+class FleetProcesses:
     """The running processes and the gateway's address."""
 
-    mocks: list[Mock]
+    mocks: list[MockProcess]
     url: str
     admin_url: str
 
 
-class Stage:
+class FleetClient:
     """Four mock groups behind a gateway."""
 
     def __init__(
-        self, mocks: list[Mock], url: str, admin_url: str, http: aiohttp.ClientSession
+        self, mocks: list[MockProcess], url: str, admin_url: str, http: aiohttp.ClientSession
     ) -> None:
         self.mocks = mocks
         self._url = url
@@ -164,26 +164,28 @@ class Stage:
     def clients(self) -> Clients:
         return Clients(self._url, self._http)
 
-    async def fault(self, mock: Mock, spec: str) -> None:
+    async def fault(self, mock: MockProcess, spec: str) -> None:
         async with self._http.post(f"{mock.url}/mock/fault", json={"spec": spec}) as answer:
             assert answer.status == 200
 
-    async def endpoint(self, mock: Mock) -> dict[str, Any]:
-        return next(each for each in await self.endpoints() if each["url"] == mock.url)
+    async def endpoint(self, mock: MockProcess) -> dict[str, Any]:
+        return next(endpoint for endpoint in await self.endpoints() if endpoint["url"] == mock.url)
 
     async def endpoints(self) -> list[dict[str, Any]]:
         async with self._http.get(f"{self._admin_url}/endpoints") as answer:
-            found: list[dict[str, Any]] = (await answer.json())["endpoints"]
-        return found
+            urls: list[dict[str, Any]] = (await answer.json())["endpoints"]
+        return urls
 
-    async def until(self, mock: Mock, *, available: bool, within_s: float = WITHIN_S) -> float:
+    async def until(
+        self, mock: MockProcess, *, available: bool, within_s: float = WITHIN_S
+    ) -> float:
         """Return the seconds until the gateway uses the mock again, or stops using it."""
         return await eventually(lambda: self._is(mock, available), within_s)
 
-    async def _is(self, mock: Mock, available: bool) -> bool:
+    async def _is(self, mock: MockProcess, available: bool) -> bool:
         return (await self.endpoint(mock))["available"] is available
 
-    async def quiet(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until nothing is booked in the gateway and the engines. Raises AssertionError."""
         await eventually(self._is_quiet, PATIENCE_S)
 
@@ -191,14 +193,14 @@ class Stage:
         endpoints = await self.endpoints()
         async with self._http.get(f"{self._admin_url}/metrics") as answer:
             metrics = await answer.text()
-        held = sum(each[name] for each in endpoints for name in BOOKED)
+        total = sum(endpoint[name] for endpoint in endpoints for name in BOOKED)
         for name in ("penstock_open_streams", "penstock_waiting"):
-            held += sum(
+            total += sum(
                 float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name)
             )
-        return held == 0 and all([await self._freed(mock) for mock in self.mocks])
+        return total == 0 and all([await self._freed(mock) for mock in self.mocks])
 
-    async def _freed(self, mock: Mock) -> bool:
+    async def _freed(self, mock: MockProcess) -> bool:
         async with self._http.get(f"{mock.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return all(
@@ -218,13 +220,13 @@ async def eventually(holds: Callable[[], Any], within_s: float) -> float:
 
 
 @contextmanager
-def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Processes]:
+def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[FleetProcesses]:
     """Start four groups and a gateway; `config` is added to the pool, with its indentation."""
-    mocks = [Mock(speed) for _ in range(4)]
+    mocks = [MockProcess(speed) for _ in range(4)]
     gateway: subprocess.Popen[bytes] | None = None
     try:
         for mock in mocks:
-            mock.ready()
+            mock.wait_until_ready()
         file = folder / "gateway.yaml"
         endpoints = "".join(
             f"      - {{url: '{mock.url}', max_concurrency: 16}}\n" for mock in mocks
@@ -238,7 +240,7 @@ def processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[Process
         gateway = subprocess.Popen(
             command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL
         )
-        yield Processes(mocks, *_listening(folder / "stderr"))
+        yield FleetProcesses(mocks, *_listening(folder / "stderr"))
     finally:
         for mock in mocks:
             mock.end()
@@ -251,20 +253,20 @@ def _listening(stderr: Path) -> tuple[str, str]:
     """Return the gateway's two URLs from its output."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
-        found = [
+        urls = [
             word.strip(";,") for word in stderr.read_text().split() if word.startswith("http://")
         ]
-        if len(found) >= 2:
-            return found[0].removesuffix("/v1"), found[1]
+        if len(urls) >= 2:
+            return urls[0].removesuffix("/v1"), urls[1]
         time.sleep(0.02)
     raise AssertionError(stderr.read_text())
 
 
 @asynccontextmanager
-async def stage(running: Processes) -> AsyncIterator[Stage]:
+async def fleet_client(running: FleetProcesses) -> AsyncIterator[FleetClient]:
     """Start the processes with clients."""
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as http:
-        yield Stage(running.mocks, running.url, running.admin_url, http)
+        yield FleetClient(running.mocks, running.url, running.admin_url, http)

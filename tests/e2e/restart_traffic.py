@@ -1,7 +1,7 @@
-"""A gateway that is restarted under load: traffic that counts what was refused or cut, and the process that serves now.
+"""Traffic across a gateway restart, counting refused and truncated requests, and restart helpers.
 
-Streams run on kept connections, short requests on new ones, so that both the accept queue and idle connections are
-met by a restart.
+Streams reuse connections and short requests open new ones, so that a restart meets both idle
+connections and the accept queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.processes import Gateway
+from tests.e2e.processes import GatewayProcess
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 
@@ -28,7 +28,7 @@ ACCEPTS = re.compile(r"the successor \(pid (\d+)\) accepts connections")
 
 
 class Traffic:
-    """Streams and short requests until stop(); `counts` says what became of them."""
+    """Closed-loop streams and short requests until stop(). `counts` has their results."""
 
     def __init__(self, url: str, model: str = "demo-8b", tokens: int = 40) -> None:
         self.counts: Counter[str] = Counter()
@@ -38,10 +38,13 @@ class Traffic:
         self._stopping = False
 
     async def run(self, streams: int, shorts: int) -> None:
-        kept, fresh = aiohttp.TCPConnector(limit=0), aiohttp.TCPConnector(limit=0, force_close=True)
+        persistent, fresh = (
+            aiohttp.TCPConnector(limit=0),
+            aiohttp.TCPConnector(limit=0, force_close=True),
+        )
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with (
-            aiohttp.ClientSession(connector=kept, timeout=timeout) as on_kept,
+            aiohttp.ClientSession(connector=persistent, timeout=timeout) as on_kept,
             aiohttp.ClientSession(connector=fresh, timeout=timeout) as on_fresh,
         ):
             await asyncio.gather(
@@ -51,7 +54,7 @@ class Traffic:
             )
 
     def stop(self) -> None:
-        """Whatever is under way ends by itself."""
+        """Send no further requests. Those in flight run to their end."""
         self._stopping = True
 
     async def _again(self, ask: Any, http: aiohttp.ClientSession, number: int) -> None:
@@ -79,66 +82,78 @@ class Traffic:
 
     async def _short(self, http: aiohttp.ClientSession, number: int) -> str:
         await asyncio.sleep(0.02)
-        async with http.post(f"{self._url}/v1/chat/completions", json=self._body(number) | {"max_tokens": 1}) as answer:
+        async with http.post(
+            f"{self._url}/v1/chat/completions", json=self._body(number) | {"max_tokens": 1}
+        ) as answer:
             body = await answer.read()
             return "requests answered" if answer.status == 200 else self._refusal(answer, body)
 
     def _cut(self, text: bytes) -> str:
-        """A stream that ended early; its last bytes go to `problems`."""
+        """Record a stream that ended early, with its last bytes in `problems`."""
         self.problems.append(f"cut: {text[-300:].decode(errors='replace')}")
         return "cut"
 
     def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> str:
-        """The status, as what became of a request; the engine's or gateway's words go to `problems`."""
+        """Record a refused request, with its response body in `problems`."""
         self.problems.append(f"{answer.status}: {body[:500].decode(errors='replace')}")
         return f"status {answer.status}"
 
     def _body(self, number: int) -> dict[str, Any]:
         words = f"You are assistant number {number % 7}. " * 200
-        messages = [{"role": "system", "content": words}, {"role": "user", "content": f"Question {self.began}?"}]
+        messages = [
+            {"role": "system", "content": words},
+            {"role": "user", "content": f"Question {self.began}?"},
+        ]
         return {"model": self._model, "messages": messages}
 
 
 @asynccontextmanager
 async def traffic(url: str, streams: int, shorts: int, tokens: int = 40) -> AsyncIterator[Traffic]:
-    """Runs while the block does, and is over when it is left."""
-    made = Traffic(url, tokens=tokens)
-    task = asyncio.create_task(made.run(streams, shorts))
+    """Run traffic in the background until the block is left, then wait for its last responses."""
+    background = Traffic(url, tokens=tokens)
+    task = asyncio.create_task(background.run(streams, shorts))
     try:
-        yield made
+        yield background
     finally:
-        made.stop()
+        background.stop()
         await task
 
 
-def get(home: Gateway, path: str) -> bytes:
-    with urllib.request.urlopen(home.admin_url + path, timeout=PATIENCE_S) as answer:
+def get_page(gateway: GatewayProcess, path: str) -> bytes:
+    with urllib.request.urlopen(gateway.admin_url + path, timeout=PATIENCE_S) as answer:
         body: bytes = answer.read()
         return body
 
 
-def learned(home: Gateway) -> dict[str, Any]:
-    """What the process that answers now has learned, as its admin server shows it."""
-    shown = json.loads(get(home, "/endpoints"))["endpoints"]
+def learned_state(gateway: GatewayProcess) -> dict[str, Any]:
+    """Return what the current process has learned, as its admin server reports it."""
+    shown = json.loads(get_page(gateway, "/endpoints"))["endpoints"]
     return {
-        "index_bytes": int(total(get(home, "/metrics").decode(), "penstock_prefix_index_bytes")),
-        "held_tokens": sum(each["held_tokens"] for each in shown),
-        "states": {each["name"]: each["state"] for each in shown},
+        "index_bytes": int(
+            total(get_page(gateway, "/metrics").decode(), "penstock_prefix_index_bytes")
+        ),
+        "held_tokens": sum(row["held_tokens"] for row in shown),
+        "states": {row["name"]: row["state"] for row in shown},
     }
 
 
-async def restart(home: Gateway, pid: int) -> int:
-    """SIGUSR2 to the process that serves; the pid of its successor once that one accepts connections."""
-    known = len(ACCEPTS.findall(home.said))
+async def restart(gateway: GatewayProcess, pid: int) -> int:
+    """Send SIGUSR2 to the serving process.
+
+    Returns its successor's pid once that accepts connections.
+    """
+    known = len(ACCEPTS.findall(gateway.stderr_text))
     os.kill(pid, signal.SIGUSR2)
     try:
         async with asyncio.timeout(STARTS_WITHIN_S):
-            while len(found := ACCEPTS.findall(home.said)) == known:
-                assert "restart failed" not in home.said, home.said
+            while len(pids := ACCEPTS.findall(gateway.stderr_text)) == known:
+                assert "restart failed" not in gateway.stderr_text, gateway.stderr_text
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise AssertionError(f"no successor within {STARTS_WITHIN_S:g} s: {home.said}") from None
-    return int(found[-1])
+        raise AssertionError(
+            f"no successor within {STARTS_WITHIN_S:g} s: {gateway.stderr_text}"
+        ) from None
+    return int(pids[-1])
 
 
 async def until_gone(pid: int) -> None:
@@ -148,18 +163,18 @@ async def until_gone(pid: int) -> None:
 
 
 @contextmanager
-def ended(home: Gateway) -> Iterator[None]:
-    """No successor outlives the block, whatever happens in it: they are no children of ours."""
+def killing_successors(gateway: GatewayProcess) -> Iterator[None]:
+    """Kill all successors when the block is left. They are not children of the test process."""
     try:
         yield
     finally:
-        for pid in map(int, ACCEPTS.findall(home.said)):
+        for pid in map(int, ACCEPTS.findall(gateway.stderr_text)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie that waits for its parent is not alive."""
+    """Return whether the process runs. A zombie does not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -1,14 +1,15 @@
-"""A whole gateway in front of mock halves that really hand KV over, in the test's own loop.
+"""A gateway in front of mock prefill and decode groups that transfer real KV bytes, in one event
+loop.
 
-The mock's words are drawn from the KV that a group holds, so an answer is the aggregated one only if every byte of the
-cache came to its place (mockgpu/text.py).
+The mock derives its output tokens from the KV a group holds. A split request therefore returns the
+same text as one group alone only if every byte arrived in its place (mockgpu/text.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
 from typing import Any
@@ -35,23 +36,29 @@ ENGINES = {"sglang": "sglang", "trtllm": "trtllm"}
 NEED_BOOTSTRAP = ("sglang", "mooncake")
 
 
-class SplitHouse:
-    """The gateway `app`, `prefill` and `decode` groups, and a client."""
+class SplitFleet:
+    """The gateway `app`, its `prefill` and `decode` groups, and an HTTP client."""
 
-    def __init__(self, app: App, prefill: list[Member], decode: list[Member], http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, app: App, prefill: list[Member], decode: list[Member], http: aiohttp.ClientSession
+    ) -> None:
         self.app = app
         self.prefill = prefill
         self.decode = decode
         self.http = http
 
     async def ask(self, body: Mapping[str, Any], path: str = "/v1/completions") -> tuple[int, str]:
-        """Status and text of one answer; of a refusal its message."""
-        async with self.http.post(self.app.url + path, json={"model": MODEL} | dict(body)) as answer:
+        """Send one request. Returns its status, and its text or the body of the error."""
+        async with self.http.post(
+            self.app.url + path, json={"model": MODEL} | dict(body)
+        ) as answer:
             raw = await answer.read()
         return answer.status, text_of(raw) if answer.status == 200 else raw.decode()
 
-    async def right(self, body: Mapping[str, Any], path: str = "/v1/completions") -> None:
-        """The answer is word for word what one group alone would have said."""
+    async def assert_right_answer(
+        self, body: Mapping[str, Any], path: str = "/v1/completions"
+    ) -> None:
+        """Send one request and assert that its text is what one group alone would return."""
         status, text = await self.ask(body, path)
         assert status == 200, text
         assert text == expected_text(dict(body), body["max_tokens"])
@@ -62,39 +69,44 @@ class SplitHouse:
 
     async def state(self, member: Member) -> dict[str, Any]:
         async with self.http.get(f"{member.url}/mock/state") as answer:
-            told: dict[str, Any] = await answer.json()
-            return told
+            state: dict[str, Any] = await answer.json()
+            return state
 
-    async def held(self) -> list[int]:
-        """Whatever anybody holds for anybody, here or there. All zero at rest."""
+    async def used_resources(self) -> list[int]:
+        """Return everything the gateway and the groups hold for requests. All zero at rest."""
         gate = self.app.gateway.gate
-        found = [gate.active, gate.body_bytes, gate.retries_running]
+        amounts = [gate.active, gate.body_bytes, gate.retries_running]
         for live in self.app.gateway.endpoints.all():
             load = live.load
-            found += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
+            amounts += [
+                load.in_flight,
+                load.prefill_tokens,
+                load.decode_tokens,
+                load.expected_tokens,
+            ]
         for member in self.members:
             state = await self.state(member)
-            found += [state["blocks_in_use"], state["transfers"], state["jobs"]]
-        return found
+            amounts += [state["blocks_in_use"], state["transfers"], state["jobs"]]
+        return amounts
 
-    async def _heard(self, held: Callable[[], Awaitable[list[int]]]) -> list[int]:
-        """[1] while somebody does not even listen: a group that refused everybody is just opening its door."""
+    async def _used_or_unreachable(self) -> list[int]:
+        """Return used_resources(), or [1] while a group does not listen after a fault."""
         try:
-            return await held()
+            return await self.used_resources()
         except aiohttp.ClientConnectorError:
             return [1]
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Nothing is held any more, and no engine was ever sent what would have hurt a real one."""
+        """Wait until nothing is held, then assert that no engine got a malformed handoff."""
 
-        async def emptied() -> None:
-            while any(await self._heard(self.held)):
+        async def wait_until_empty() -> None:
+            while any(await self._used_or_unreachable()):
                 await asyncio.sleep(0.005)
 
         try:
-            await within(within_s, emptied())
+            await within(within_s, wait_until_empty())
         except AssertionError:
-            raise AssertionError(f"still held: {await self.held()}") from None
+            raise AssertionError(f"still held: {await self.used_resources()}") from None
         for member in self.members:
             assert (await self.state(member))["malformed_handoffs"] == 0
 
@@ -103,22 +115,22 @@ class SplitHouse:
 
 
 def text_of(raw: bytes) -> str:
-    """The words of an answer, whole or as events; an error event is an AssertionError."""
+    """Return the text of a response, streamed or not. Raises AssertionError on an error event."""
     if not raw.startswith(b"data:"):
-        return _said(json.loads(raw)["choices"][0])
+        return _choice_text(json.loads(raw)["choices"][0])
     events = [event.removeprefix(b"data: ") for event in raw.split(b"\n\n") if event]
     assert events[-1] == b"[DONE]", raw[-300:]
     choices = [json.loads(event)["choices"] for event in events[:-1]]
-    return "".join(_said(choice[0]) for choice in choices if choice)
+    return "".join(_choice_text(choice[0]) for choice in choices if choice)
 
 
-def _said(choice: Mapping[str, Any]) -> str:
-    told = choice.get("message") or choice.get("delta") or choice
-    return str(told.get("content") or told.get("text") or "")
+def _choice_text(choice: Mapping[str, Any]) -> str:
+    message = choice.get("message") or choice.get("delta") or choice
+    return str(message.get("content") or message.get("text") or "")
 
 
 @asynccontextmanager
-async def split_house(
+async def split_fleet(
     dialect: str,
     tps: tuple[int, int] = (1, 1),
     groups: tuple[int, int] = (2, 2),
@@ -130,8 +142,12 @@ async def split_house(
     kv_tokens: int = 65_536,
     log: str = "off",
     **sections: Any,
-) -> AsyncIterator[SplitHouse]:
-    """So many prefill and decode groups of these TP sizes, split from 64 uncached tokens on."""
+) -> AsyncIterator[SplitFleet]:
+    """Start the groups and a gateway that splits prompts of 64 uncached tokens or more.
+
+    tps       TP size of the prefill and of the decode groups
+    groups    number of prefill and of decode groups
+    """
     transfer = Transfer(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [
@@ -140,7 +156,8 @@ async def split_house(
         for _ in range(count)
     ]
     async with AsyncExitStack() as stack:
-        stack.enter_context(patch.object(bootstrap_client, "ANSWER_S", 10.0))  # the servers are slow when this loop is
+        # The bootstrap servers share this event loop, so they are as slow as the test.
+        stack.enter_context(patch.object(bootstrap_client, "ANSWER_S", 10.0))
         members = await stack.enter_async_context(running_fleet(specs))
         rule = {"dialect": dialect, "threshold_tokens": 64, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(
@@ -149,7 +166,9 @@ async def split_house(
                 "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
                 "observability": {"access_log": log, "access_flush": "10ms"},
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
-                "pools": {"main": {"endpoints": [_endpoint(dialect, member) for member in members]}},
+                "pools": {
+                    "main": {"endpoints": [_endpoint(dialect, member) for member in members]}
+                },
             }
             | patient(sections)
         )
@@ -160,12 +179,17 @@ async def split_house(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(3 * PATIENCE_S)
         )
         await stack.enter_async_context(http)
-        yield SplitHouse(app, members[: groups[0]], members[groups[0] :], http)
+        yield SplitFleet(app, members[: groups[0]], members[groups[0] :], http)
 
 
 def _endpoint(dialect: str, member: Member) -> dict[str, Any]:
     role = member.group.spec.role
-    endpoint = {"url": member.url, "role": role, "engine": ENGINES.get(dialect, "vllm"), "max_concurrency": 64}
+    endpoint = {
+        "url": member.url,
+        "role": role,
+        "engine": ENGINES.get(dialect, "vllm"),
+        "max_concurrency": 64,
+    }
     if role == "prefill" and dialect in NEED_BOOTSTRAP:
         assert member.half is not None
         endpoint["bootstrap"] = member.half.bootstrap_url.removeprefix("http://")

@@ -71,8 +71,8 @@ class Gateway:
 
     def cached(self, prompt: bytes) -> list[int]:
         """Return the prompt tokens believed to be cached at each endpoint."""
-        found = list(self.prefixes.cached(self.fingerprint(prompt), len(prompt) // 4))
-        return found + [0] * (len(self.candidates) - len(found))
+        matches = list(self.prefixes.cached(self.fingerprint(prompt), len(prompt) // 4))
+        return matches + [0] * (len(self.candidates) - len(matches))
 
     def ask(self, prompt: bytes) -> Ask:
         return self.table.ask(
@@ -98,23 +98,27 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
 
     Returns (sender, message).
     """
-    said = [(one, frame) for one in gateways for frame in one.view.flush(now, connected=True)]
-    for one, frame in said:
+    frames = [
+        (gateway, frame)
+        for gateway in gateways
+        for frame in gateway.view.flush(now, connected=True)
+    ]
+    for item, frame in frames:
         for other in gateways:
-            if other is not one:
+            if other is not item:
                 other.take(frame, now)
-    for one in gateways:
-        askers, one.view.askers = one.view.askers, []
+    for item in gateways:
+        askers, item.view.askers = item.view.askers, []
         for asker in askers:
-            parts = [(one, frame) for frame in one.view.parts(asker, now)]
-            said += parts
+            parts = [(item, frame) for frame in item.view.parts(asker, now)]
+            frames += parts
             for _, frame in parts:
                 for other in gateways:
-                    if other is not one:
+                    if other is not item:
                         other.take(frame, now)
-        one.view.sweep(now)
-        one.settle(now)
-    return said
+        item.view.sweep(now)
+        item.settle(now)
+    return frames
 
 
 def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
@@ -127,6 +131,6 @@ def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
 
 
 def warm(*gateways: Gateway, now: float = 100.0) -> float:
-    for one in gateways:
-        one.view.begin(now)
+    for gateway in gateways:
+        gateway.view.begin(now)
     return run(gateways, now, 2.0)

@@ -1,4 +1,4 @@
-"""A client of bare bytes: sends exactly what it is told and reads HTTP/1.1 answers strictly, one after the other."""
+"""A client connection that sends raw bytes and parses HTTP/1.1 responses strictly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHIN_S = 20.0
 
 
 class Answer(NamedTuple):
-    """One answer. `body` is without chunk framing; `framing` is "length", "chunked" or "close"."""
+    """One response. `body` has no chunk framing; `framing` is "length", "chunked" or "close"."""
 
     status: int
     headers: dict[str, str]
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, after checking that it has OpenAI's shape and nothing else."""
+        """The error object. Raises AssertionError unless it has exactly OpenAI's shape."""
         body = self.json
         assert set(body) == {"error"}, body
         error = body["error"]
@@ -37,8 +37,8 @@ class Answer(NamedTuple):
         return dict(error)
 
 
-class Wire:
-    """One connection to 127.0.0.1."""
+class RawConnection:
+    """One client connection to 127.0.0.1."""
 
     def __init__(self, port: int, receive_bytes: int | None = None, address: str = "") -> None:
         """`address`: the local address to connect from, in 127.0.0.0/8."""
@@ -63,12 +63,12 @@ class Wire:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send all, or as much as the other side takes before it cuts the connection."""
+        """Send all bytes, or as many as the peer takes before it closes the connection."""
         with suppress(ConnectionError):
             self.socket.sendall(data)
 
     def answer(self) -> Answer:
-        """The next answer, read to its end. Raises AssertionError when there is none."""
+        """Read the next response to its end. Raises AssertionError when there is none."""
         first = self._file.readline()
         assert first.startswith(b"HTTP/1."), f"no answer but {first!r}"
         headers: dict[str, str] = {}
@@ -82,8 +82,8 @@ class Wire:
         body, framing = self._body(headers)
         return Answer(status, headers, body, framing)
 
-    def ended(self) -> bool:
-        """Whether the other side has closed, nothing being left to read. Waits for it."""
+    def is_closed(self) -> bool:
+        """Wait for the next byte or the end. True if the peer closed the connection."""
         try:
             return self._file.read(1) == b""
         except ConnectionError:
@@ -110,7 +110,7 @@ def post(
     *headers: str,
     version: str = "1.1",
 ) -> bytes:
-    """A well-formed POST with its own Content-Length."""
+    """Return the bytes of a well-formed POST request with a Content-Length."""
     payload = json.dumps(body).encode() if isinstance(body, dict) else body
     lines = [
         f"POST {path} HTTP/{version}",

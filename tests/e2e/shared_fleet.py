@@ -1,4 +1,4 @@
-"""Several gateway processes before one mock fleet, with a Redis of their own, and clients that take them in turn."""
+"""Several gateway processes that share state through Redis, and clients that use them in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from planner.bench import Client, Plan, Record, Report
 from planner.bench.workloads import replay
-from tests.e2e.processes import Gateway, gateway
+from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total
 from tests.sim.conversation import TRACE
@@ -23,12 +23,15 @@ from tests.sim.conversation import TRACE
 KEY = "canary-key-of-a-test-fleet"
 TENANT_KEY = "sk-of-a-tenant"
 CACHE_FIRST = "sglang_cache_aware"
-"""A policy that goes where the prefix is cached unless loads are 64 requests apart. A client that asks the next gateway
-within milliseconds is ahead of the news that its last request is over; by load it would be sent elsewhere, rightly."""
+"""A policy that follows the cached prefix unless loads differ by 64 requests.
+
+A client that asks the next gateway within milliseconds is faster than the message that its last
+request ended. A policy that follows load would then rightly choose another endpoint.
+"""
 
 
 @contextmanager
-def sharing(
+def shared_gateway(
     folder: Path,
     name: str,
     engines: Sequence[str],
@@ -36,25 +39,32 @@ def sharing(
     key: str = KEY,
     more: str = "",
     policy: str = "prefix_aware",
-) -> Iterator[Gateway]:
-    """One gateway; with `redis` one of several; with `more` in its configuration."""
-    home = folder / name
-    home.mkdir(exist_ok=True)
+) -> Iterator[GatewayProcess]:
+    """Run one gateway, with `more` added to its configuration.
+
+    It shares state if `redis` is set.
+    """
+    directory = folder / name
+    directory.mkdir(exist_ok=True)
     pools = ", ".join(f"{{url: '{url}', max_concurrency: 256}}" for url in engines)
     config = f"pools: {{main: {{policy: {policy}, endpoints: [{pools}]}}}}\n{more}"
     if redis is not None:
         config += f"shared: {{redis: {{url: '{redis}'}}, key: '${{SHARED_KEY}}'}}\n"
-    with gateway(home, config, SHARED_KEY=key, TENANT_KEY=TENANT_KEY) as running:
+    with gateway_process(directory, config, SHARED_KEY=key, TENANT_KEY=TENANT_KEY) as running:
         yield running
 
 
-async def converse(urls: Sequence[str], limit: int, speed: float, first: int = 0) -> Report:
-    """The recorded conversation, its requests to the gateways in turn, from the `first` on."""
+async def replay_conversation(
+    urls: Sequence[str], limit: int, speed: float, first: int = 0
+) -> Report:
+    """Replay the recorded trace from request `first` on, sending to the gateways in turn."""
     arrivals = list(replay(TRACE, limit, speed))[first:]
     plan = Plan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
     records: list[Record] = []
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(Plan(url=url, ignore_eos=True))) for url in urls]
+        clients = [
+            await stack.enter_async_context(Client(Plan(url=url, ignore_eos=True))) for url in urls
+        ]
         for client in clients:
             await client.model()
         began, offset = time.perf_counter(), arrivals[0].due_s
@@ -65,31 +75,38 @@ async def converse(urls: Sequence[str], limit: int, speed: float, first: int = 0
             record = Record(arrival.session.id, 0, due_s, due_s)
             records.append(record)
             messages = [{"role": "user", "content": arrival.session.turns[0].content}]
-            tasks.append(asyncio.create_task(client.ask(record, messages, arrival.session.turns[0].output_tokens)))
+            tasks.append(
+                asyncio.create_task(
+                    client.ask(record, messages, arrival.session.turns[0].output_tokens)
+                )
+            )
         await asyncio.gather(*tasks)
     return Report(plan, records, 0, False)
 
 
-def page(running: Gateway) -> str:
-    """Its page of metrics."""
+def metrics_page(running: GatewayProcess) -> str:
+    """Return the gateway's /metrics page."""
     with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=PATIENCE_S) as answer:
         text: str = answer.read().decode()
         return text
 
 
-def metric(running: Gateway, name: str, **labels: str) -> float:
-    """The sum over a metric's series that carry these labels."""
-    return total(page(running), name, **labels)
+def metric(running: GatewayProcess, name: str, **labels: str) -> float:
+    """Return the sum of a metric over the series that have these labels."""
+    return total(metrics_page(running), name, **labels)
 
 
-def heard_out(pair: Sequence[Gateway], kind: str) -> Callable[[], bool]:
-    """Whether two, workers behind one admin server or not, have heard all that they tell each other of a kind: as many
-    messages in as out, and no further one for some flushes."""
+def all_messages_delivered(pair: Sequence[GatewayProcess], kind: str) -> Callable[[], bool]:
+    """Return a check that every message of this kind has been delivered between two gateways.
+
+    The check holds when as many messages came in as went out and none followed for ten calls. It
+    also works for two workers behind one admin server.
+    """
     looks: deque[tuple[float, float]] = deque(maxlen=10)
 
     def count(direction: str) -> float:
         name = "penstock_shared_messages_total"
-        return sum(metric(each, name, direction=direction, kind=kind) for each in pair)
+        return sum(metric(gateway, name, direction=direction, kind=kind) for gateway in pair)
 
     def quiet() -> bool:
         looks.append((count("out"), count("in")))
@@ -98,17 +115,17 @@ def heard_out(pair: Sequence[Gateway], kind: str) -> Callable[[], bool]:
     return quiet
 
 
-def endpoints(running: Gateway) -> list[dict[str, Any]]:
-    """What it says of each endpoint."""
+def endpoints(running: GatewayProcess) -> list[dict[str, Any]]:
+    """Return the rows of the gateway's /endpoints page."""
     with urllib.request.urlopen(f"{running.admin_url}/endpoints", timeout=PATIENCE_S) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["endpoints"]
-        return found
+        rows: list[dict[str, Any]] = json.load(answer)["endpoints"]
+        return rows
 
 
-def until(happened: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Seconds until it had."""
+def wait_until(is_met: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
+    """Poll until the condition holds. Returns the seconds that took."""
     began = time.monotonic()
-    while not happened():
-        assert time.monotonic() - began < within_s, "it did not happen in time"
-        time.sleep(0.02)  # other processes have nobody to wake us
+    while not is_met():
+        assert time.monotonic() - began < within_s, "the condition was not met in time"
+        time.sleep(0.02)  # another process cannot signal this one
     return time.monotonic() - began

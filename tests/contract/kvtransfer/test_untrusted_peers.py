@@ -1,6 +1,4 @@
-"""Unauthorised peers, lying peers and noise on every transport are refused, counted and cleaned
-up.
-"""
+"""Unauthorised peers, lying peers and noise are refused and counted on every transport."""
 
 from __future__ import annotations
 
@@ -114,14 +112,14 @@ class OfferingAgent:
 
 @asynccontextmanager
 async def offering_agent(transport: str, **changes: object) -> AsyncIterator[OfferingAgent]:
-    made = OfferingAgent(transport, msgspec.structs.replace(PATIENT, **changes))
-    await made.source.agent.start()
+    agent = OfferingAgent(transport, msgspec.structs.replace(PATIENT, **changes))
+    await agent.source.agent.start()
     try:
-        yield made
-        await made.still_works()
-        assert made.source.held == 0
+        yield agent
+        await agent.still_works()
+        assert agent.source.held == 0
     finally:
-        await made.close()
+        await agent.close()
 
 
 @pytest.mark.parametrize(
@@ -198,8 +196,8 @@ async def test_another_version_is_refused_by_both(transport: str) -> None:
 
 
 def invite(transfer: int, name: str, ticket: str | None = None, **changes: object) -> Invite:
-    made = Invite(transfer, name, pack_blocks([1]), 16, 0, 9.0, 9.0, 0, 1 << 20, ticket)
-    return msgspec.structs.replace(made, **changes)
+    invitation = Invite(transfer, name, pack_blocks([1]), 16, 0, 9.0, 9.0, 0, 1 << 20, ticket)
+    return msgspec.structs.replace(invitation, **changes)
 
 
 LIES = {
@@ -236,8 +234,8 @@ async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
     async with offering_agent(transport) as here:
         for number in range(rounds):
             offers = [
-                here.source.agent.offer(f"r{at}", [at], 16, ready_layers=rng.choice([0, 4]))
-                for at in range(3)
+                here.source.agent.offer(f"r{index}", [index], 16, ready_layers=rng.choice([0, 4]))
+                for index in range(3)
             ]
             stranger = await here.stranger()
             await stranger.greet()

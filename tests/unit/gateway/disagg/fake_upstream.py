@@ -1,4 +1,6 @@
-"""An engine for a leg without sockets: connections that a test answers or breaks, and a loop that stands still."""
+"""A fake upstream for a leg: connections that a test answers or breaks, and an event loop without
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from gateway.protocol.relay import Relay, UpstreamBroke
 from tests.replaced import stand_in
 
 
-class Loop:
-    """As much of an event loop as a leg uses: what is to come is in `later`, with its delay."""
+class ManualLoop:
+    """The part of an event loop that a leg uses.
+
+    `later` has the scheduled calls with their delays.
+    """
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []
@@ -26,15 +31,18 @@ class Loop:
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
         self.call_later(0.0, call, *args)
 
-    def pass_by(self) -> None:
-        """All that was to come has its time."""
+    def run_due(self) -> None:
+        """Run all scheduled calls."""
         due, self.later = self.later, []
         for _, call in due:
             call()
 
 
-class Wire:
-    """One connection. The bytes of every request that it carried; `done` lands with the answer's end."""
+class FakeConnection:
+    """One connection with the bytes of the requests it carried.
+
+    `done` resolves when a response ends.
+    """
 
     is_fresh = True
 
@@ -57,37 +65,37 @@ class Wire:
         self.aborted = True
 
 
-class There:
-    """An upstream: `idle` connections, and others that take until `open` to be made."""
+class FakeUpstream:
+    """An upstream with `idle` connections. New connections complete when `open` is called."""
 
-    def __init__(self, *idle: Wire) -> None:
+    def __init__(self, *idle: FakeConnection) -> None:
         self.idle = list(idle)
-        self.made: list[Wire] = []
+        self.opened: list[FakeConnection] = []
         self.outbox = self
-        self.loop = Loop()
-        self.deaf = False  # to its cancellation: it had been connected already
+        self.loop = ManualLoop()
+        self.ignores_cancel = False  # as if the connection had just been established
         self.cancelled = False
 
-    def pooled(self) -> Wire | None:
+    def pooled(self) -> FakeConnection | None:
         return self.idle.pop() if self.idle else None
 
-    async def connect(self) -> Wire:
+    async def connect(self) -> FakeConnection:
         self.gate = landing(asyncio.get_running_loop())
         try:
             await self.gate
         except asyncio.CancelledError:
             self.cancelled = True
-            if not self.deaf:
+            if not self.ignores_cancel:
                 raise
-        self.made.append(Wire())
-        return self.made[-1]
+        self.opened.append(FakeConnection())
+        return self.opened[-1]
 
     def open(self) -> None:
         self.gate.land()
 
 
-class Told:
-    """Hears how a leg ended."""
+class EndRecorder:
+    """Records how a leg ended: None, or the kind of the error."""
 
     def __init__(self) -> None:
         self.ends: list[str | None] = []
@@ -96,5 +104,7 @@ class Told:
         self.ends.append(None if problem is None else problem.kind)
 
 
-def leg_to(there: There, told: Told) -> Leg:
-    return Leg(stand_in(Upstream, there), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), told)
+def leg_to(upstream: FakeUpstream, report: EndRecorder) -> Leg:
+    return Leg(
+        stand_in(Upstream, upstream), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), report
+    )

@@ -1,4 +1,4 @@
-"""Between two events of a pair: what is known of its places and its handoff, and in which order events are heard."""
+"""The state of a split request between its events: booked load, beliefs, blame, and event order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from gateway.http.eager_task import Landing
 from gateway.http.upstream import Connection
 from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
-from tests.unit.gateway.disagg.halves import (
+from tests.unit.gateway.disagg.scripted_engines import (
     PUSHED,
     TEXT,
-    after,
     decodes,
-    each,
-    front,
+    in_turn,
     prefills,
     refuses,
     resets,
+    split_gateway,
+    when_open,
 )
 
 NIXL = "vllm_nixl"
@@ -28,11 +28,13 @@ WHOLE = "".join(TEXT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handover_on(stream: bool) -> None:
+async def test_a_decoder_with_an_unseen_first_token_counts_as_decoding_from_the_handover_on(
+    stream: bool,
+) -> None:
     gate = asyncio.Event()
-    async with front(NIXL, [prefills()], [after(gate, decodes)]) as f:
+    async with split_gateway(NIXL, [prefills()], [when_open(gate, decodes)]) as f:
         asking = asyncio.ensure_future(f.ask(stream=stream))
-        await f.decode[0].was_asked()
+        await f.decode[0].wait_for_request()
         load = f.app.gateway.endpoints.all()[1].load
         assert (load.in_flight, load.decoding) == (1, not stream)
         gate.set()
@@ -41,18 +43,24 @@ async def test_a_decoder_whose_first_token_stays_unseen_decodes_from_the_handove
 
 
 @pytest.mark.parametrize("computed", [True, False])
-async def test_a_prompt_is_believed_to_be_where_it_was_computed_and_only_there(computed: bool) -> None:
-    async with front(NIXL, [prefills() if computed else resets], [decodes]) as f:
+async def test_a_prompt_is_recorded_as_cached_only_where_it_was_computed(
+    computed: bool,
+) -> None:
+    async with split_gateway(NIXL, [prefills() if computed else resets], [decodes]) as f:
         assert (await f.ask()).text == WHOLE
         await f.at_rest()
         endpoints = f.app.gateway.endpoints
-        held = [endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()]
-        assert held == [computed, True]
+        holdings = [
+            endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()
+        ]
+        assert holdings == [computed, True]
 
 
-async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_its_prefiller_was_done_either() -> None:
+async def test_a_decoder_that_cannot_load_pushed_kv_is_not_blamed() -> None:
     gate = asyncio.Event()
-    async with front("vllm_push", [prefills(PUSHED)], [each(decodes, after(gate, refuses(500)), decodes)]) as f:
+    async with split_gateway(
+        "vllm_push", [prefills(PUSHED)], [in_turn(decodes, when_open(gate, refuses(500)), decodes)]
+    ) as f:
         assert (await f.ask()).text == WHOLE
         asking = asyncio.ensure_future(f.ask())
         async with asyncio.timeout(PATIENCE_S):
@@ -61,13 +69,15 @@ async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_i
         gate.set()
         assert (await asking).text == WHOLE
         assert f.metric("penstock_split_decisions_total", reason="recompute") == 1
-        assert f.blamed(f.prefill[0]) == f.blamed(f.decode[0]) == 0
+        assert f.error_count(f.prefill[0]) == f.error_count(f.decode[0]) == 0
         await f.at_rest()
 
 
-async def test_what_happens_while_something_is_done_is_heard_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode request has left, and then it failed: it was not out of reach."""
-    async with front(NIXL, [prefills()], [decodes, decodes]) as f:
+async def test_events_raised_during_an_action_are_handled_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decode request was sent before it failed, so the decoder was reachable."""
+    async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         carry, failed = Connection.carry, list[Connection]()
 
         def fails_once(self: Connection, head: bytes, payload: Any, *to: Any) -> Landing:
@@ -76,7 +86,9 @@ async def test_what_happens_while_something_is_done_is_heard_in_its_order(monkey
                 raise RuntimeError("as asked")
             return carry(self, head, payload, *to)
 
-        while not all(half.asked for half in f.decode):  # from now on either has an idle connection
+        while not all(
+            half.requests for half in f.decode
+        ):  # from now on either has an idle connection
             assert (await f.ask()).text == WHOLE
         replace_method(monkeypatch, Connection, "carry", fails_once)
         assert (await f.ask()).text == WHOLE

@@ -22,7 +22,7 @@ from tests.fair_time import PATIENCE_S
 from tests.patient import patient
 
 
-class House:
+class GatewayFleet:
     """The gateway `app`, its groups, and a client."""
 
     def __init__(self, app: App, groups: list[Member], http: aiohttp.ClientSession) -> None:
@@ -52,7 +52,7 @@ class House:
         rest.
         """
         gate = self.app.gateway.gate
-        held = [
+        amounts = [
             gate.active,
             gate.body_bytes,
             gate.retries_running,
@@ -60,8 +60,13 @@ class House:
         ]
         for live in self.app.gateway.endpoints.all():
             load = live.load
-            held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
-        return held + [member.group.in_flight for member in self.groups]
+            amounts += [
+                load.in_flight,
+                load.prefill_tokens,
+                load.decode_tokens,
+                load.expected_tokens,
+            ]
+        return amounts + [member.group.in_flight for member in self.groups]
 
     async def at_rest(self) -> None:
         """Wait until nothing is booked. Raises AssertionError on a timeout."""
@@ -76,22 +81,22 @@ class House:
         elsewhere.
         """
         live = next(
-            each
-            for each in self.app.gateway.endpoints.all()
-            if each.endpoint.url == self.groups[group].url
+            endpoint
+            for endpoint in self.app.gateway.endpoints.all()
+            if endpoint.endpoint.url == self.groups[group].url
         )
         live.upstream.patience = Patience(connect_s=10.0, first_byte_s=0.0, stall_s=0.0)
 
     def kv_usages(self) -> list[float]:
-        found = []
+        usages = []
         for member in self.groups:
             text = member.group.metrics.render(member.group.scheduler)
-            found += [
+            usages += [
                 float(line.split()[-1])
                 for line in text.splitlines()
                 if line.startswith("vllm:kv_cache_usage")
             ]
-        return found
+        return usages
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -125,19 +130,19 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.text)["error"]
-        return found
+        error: dict[str, Any] = json.loads(self.text)["error"]
+        return error
 
 
 @asynccontextmanager
-async def house(
+async def gateway_fleet(
     groups: int = 2,
     speed: float = math.inf,
     concurrency: int = 24,
     pool: Mapping[str, Any] | None = None,
     kv_tokens: int | None = None,
     **sections: Any,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[GatewayFleet]:
     """Start it. `pool` and `sections` are parts of the configuration file."""
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
@@ -163,6 +168,6 @@ async def house(
             async with aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=3 * PATIENCE_S)
             ) as http:
-                yield House(app, members, http)
+                yield GatewayFleet(app, members, http)
         finally:
             await app.stop()

@@ -43,15 +43,15 @@ async def two(
 ) -> AsyncIterator[tuple[Group, Group]]:
     async with AsyncExitStack() as stack:
         options = msgspec.structs.replace(PATIENT, **changes)
-        made = [
+        members = [
             group(name, SMALL, ways, options=options) for name, ways in (("p", theirs), ("d", ours))
         ]
-        for each in made:
-            stack.callback(each.forget)
-            await each.agent.start()
-            stack.push_async_callback(each.agent.close)
-        yield made[0], made[1]
-        assert [each.held for each in made] == [0, 0]
+        for member in members:
+            stack.callback(member.forget)
+            await member.agent.start()
+            stack.push_async_callback(member.agent.close)
+        yield members[0], members[1]
+        assert [member.held for member in members] == [0, 0]
 
 
 async def way(source: Group, sink: Group, name: str = "r") -> str:

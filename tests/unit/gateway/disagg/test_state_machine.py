@@ -1,4 +1,6 @@
-"""The table of gateway/disagg/state_machine.py: complete, closed, and every state with an owner and a deadline."""
+"""The table of gateway/disagg/state_machine.py is complete; every state has an owner and a
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +15,48 @@ LIVE = sorted(KEPT)
 @pytest.mark.parametrize("state", LIVE)
 def test_every_state_has_an_owner_and_a_deadline_and_leads_somewhere(state: State) -> None:
     assert len(KEPT[state]) == 2
-    assert any(at is state for at, _ in TABLE)
+    assert any(from_state is state for from_state, _ in TABLE)
 
 
 @pytest.mark.parametrize("state", sorted(ENDS))
-def test_ends_lead_nowhere(state: State) -> None:
-    assert not any(at is state for at, _ in TABLE)
+def test_end_states_have_no_transitions(state: State) -> None:
+    assert not any(from_state is state for from_state, _ in TABLE)
 
 
 @pytest.mark.parametrize("state", sorted(ENDS))
-def test_whatever_comes_after_an_end_changes_nothing(state: State) -> None:
+def test_no_event_leaves_an_end_state(state: State) -> None:
     assert _ROWS[state] == dict.fromkeys(Event, (state, None, ()))
 
 
-def test_every_event_and_every_act_is_used() -> None:
+def test_every_event_and_every_action_is_used() -> None:
     assert {event for _, event in TABLE} == set(Event)
     assert {act for row in TABLE.values() for act in row.acts} == set(Act)
 
 
-def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
+def test_every_state_is_reachable_and_reaches_an_end() -> None:
     assert {row.state for row in TABLE.values()} | {State.BOOKED} == set(State)
     ending = set(ENDS)
     for _ in State:
-        ending |= {at for (at, _), row in TABLE.items() if row.state in ending}
+        ending |= {from_state for (from_state, _), row in TABLE.items() if row.state in ending}
     assert ending == set(State)
 
 
 @pytest.mark.parametrize("state", [state for state in LIVE if state is not State.BOOKED])
-def test_a_client_may_leave_at_any_moment_and_every_open_leg_is_closed(state: State) -> None:
+def test_a_disconnect_in_any_state_closes_every_open_leg(state: State) -> None:
     row = TABLE[state, Event.CLIENT_GONE]
     assert row.state is State.GONE
-    closes = {Act.STOP_ASKING, Act.CLOSE_PREFILL, Act.ABORT_PREFILL, Act.CLOSE_DECODE, Act.FREE_BY_DECODE}
+    closes = {
+        Act.STOP_ASKING,
+        Act.CLOSE_PREFILL,
+        Act.ABORT_PREFILL,
+        Act.CLOSE_DECODE,
+        Act.FREE_BY_DECODE,
+    }
     closes &= set(row.acts)
     assert len(closes) == (2 if state in (State.PAIRED, State.DECODING) else 1)
 
 
-def test_kv_under_a_lease_is_freed_wherever_it_is_not_read() -> None:
+def test_kv_under_a_lease_is_freed_in_every_path_that_does_not_read_it() -> None:
     for state in (State.PAIRED, State.HANDED_OVER, State.TRANSFERRING):
         assert Act.FREE_BY_DECODE in TABLE[state, Event.CLIENT_GONE].acts
     assert TABLE[State.PREFILLING, Event.CLIENT_GONE].acts == (Act.ABORT_PREFILL,)
@@ -60,7 +68,7 @@ def test_kv_under_a_lease_is_freed_wherever_it_is_not_read() -> None:
         assert TABLE[state, event].acts[-1] is Act.FREE_ELSEWHERE
 
 
-def test_the_twin_of_a_leg_that_broke_is_closed_and_only_the_guilty_one_is_blamed() -> None:
+def test_the_other_leg_of_a_broken_pair_is_closed_and_only_the_broken_one_is_blamed() -> None:
     for event, guilty, twin in [
         (Event.PREFILL_BROKE, Act.BLAME_PREFILL, Act.CLOSE_DECODE),
         (Event.DECODE_BROKE, Act.BLAME_DECODE, Act.CLOSE_PREFILL),

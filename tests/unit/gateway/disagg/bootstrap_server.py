@@ -1,4 +1,4 @@
-"""A bootstrap server beside a scripted prefill engine."""
+"""A bootstrap server for a scripted prefill engine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Asks(list[str]):
-    """What a bootstrap server was asked, and how many have hung up."""
+class BootstrapRequests(list[str]):
+    """The request lines that a bootstrap server received, and how many clients hung up."""
 
     hung_up = 0
 
 
 @asynccontextmanager
-async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, Asks]]:
-    """Its address and what it was asked; each page once, the last for ever, an empty one is silence.
+async def bootstrap_server(
+    pages: list[bytes], gate: asyncio.Event | None = None
+) -> AsyncIterator[tuple[str, BootstrapRequests]]:
+    """Run a bootstrap server. Yields its address and the requests it receives.
 
-    It answers when `gate` is open, if there is one.
+    pages    response bodies, one per request; the last one repeats, an empty one sends nothing
+    gate     if set, responses wait until it opens
     """
-    asked, answering = Asks(), set[asyncio.Task[None]]()
+    asks, answering = BootstrapRequests(), set[asyncio.Task[None]]()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         if gate is not None:
@@ -33,15 +36,15 @@ async def bootstrap_server(pages: list[bytes], gate: asyncio.Event | None = None
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                asked.append(head.split(b"\r\n", 1)[0].decode())
+                asks.append(head.split(b"\r\n", 1)[0].decode())
                 answering.add(asyncio.ensure_future(answer(writer)))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            asked.hung_up += 1
+            asks.hung_up += 1
             writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asks
     finally:
         server.close()
         for task in answering:

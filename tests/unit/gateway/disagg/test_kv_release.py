@@ -1,0 +1,100 @@
+"""Release of prefill KV that the request's own decoder does not fetch, in sequential dialects."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.http.upstream import Connection, Upstream
+from tests.replaced import replace_method
+from tests.unit.gateway.disagg.scripted_engines import (
+    OBJECT,
+    TEXT,
+    Script,
+    decodes,
+    prefills,
+    refuses,
+    resets,
+    split_gateway,
+    when_open,
+)
+
+NIXL = "vllm_nixl"
+WHOLE = "".join(TEXT)
+
+
+@pytest.mark.parametrize("first", [resets, refuses(503)])
+async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_its_own(
+    first: Script,
+) -> None:
+    """The blocks may belong to another request by then.
+
+    The salt keeps later requests from using them.
+    """
+    async with split_gateway(NIXL, [prefills()], [first, decodes]) as f:
+        f.assume_fast_pairs()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
+        assert (await f.ask(stream=True, cache_salt="mine")).text == WHOLE
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        (request,) = f.decode[0].requests
+        freed = await f.decode[1].wait_for_request(2)
+        assert freed.json["kv_transfer_params"] == request.json["kv_transfer_params"] == OBJECT
+        assert (freed.json["max_tokens"], freed.json["stream"]) == (1, False)
+        assert freed.json["cache_salt"].startswith("unread ")
+        assert freed.received_at - request.received_at > 0.15, (
+            "had only its connection broken, it would be fetching still"
+        )
+        assert f.metric("penstock_split_leases_given_up_total", reason="decoder_gone") == 1
+        await f.at_rest()
+
+
+async def test_kv_without_another_decoder_is_freed_by_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.disagg.handoffs.MOST_WAIT_S", 0.0)
+    async with split_gateway(NIXL, [prefills()], [resets]) as f:
+        assert (await f.ask()).status == 502
+        assert f.metric("penstock_split_leases_given_up_total") == 0
+        assert all(item.json["max_tokens"] != 1 for item in f.decode[0].requests)
+        await f.at_rest()
+
+
+async def test_a_client_that_disconnects_before_the_decode_request_is_sent_has_its_kv_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decoder is connecting.
+
+    It still gets the handoff for one token, so that prefill frees the KV.
+    """
+    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
+        connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
+        connect, go = Upstream.connect, asyncio.Event()
+
+        async def slowly(to: Upstream) -> Connection:
+            if to is upstream:
+                connecting.set()
+                await go.wait()
+            return await connect(to)
+
+        replace_method(monkeypatch, Upstream, "connect", slowly)
+        await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
+        await f.at_rest()
+        go.set()
+        request = await f.decode[0].wait_for_request()
+        assert request.json["kv_transfer_params"] == OBJECT
+        assert (request.json["max_tokens"], request.json["stream"]) == (1, False)
+        assert "stream_options" not in request.json
+        assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1
+
+
+async def test_a_prefill_response_after_the_client_disconnected_has_its_kv_freed() -> None:
+    gate = asyncio.Event()
+    async with split_gateway(NIXL, [when_open(gate, prefills())], [decodes]) as f:
+        await f.ask_and_leave(f.prefill[0].wait_for_request)
+        await f.at_rest()
+        gate.set()
+        request = await f.decode[0].wait_for_request()
+        assert request.json["kv_transfer_params"] == OBJECT
+        assert request.json["max_tokens"] == 1
+        assert f.metric("penstock_split_leases_given_up_total", reason="client_gone") == 1
