@@ -72,7 +72,7 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
     assert Path(path).stem == board["uid"]
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
         cells = {
@@ -80,9 +80,9 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert not cells & occupied, f"{panel['title']} lies over another panel"
         assert place["x"] + place["w"] <= 24
-        taken |= cells
+        occupied |= cells
         if panel["type"] != "row":
             assert panel["type"] in ("timeseries", "stat")
             assert [target["refId"] for target in panel["targets"]] == list(
