@@ -88,20 +88,25 @@ class Bench:
 
     def decide(self, fingerprint: Fingerprint) -> None:
         cached = self.index.match(fingerprint, self.tokens)
-        found = pick(self.policies["prefix_aware"], self.ask(cached), self.candidates)
-        assert found is not None
-        self.index.insert(fingerprint, found.candidate.load.slot, self.tokens)
+        picked = pick(self.policies["prefix_aware"], self.ask(cached), self.candidates)
+        assert picked is not None
+        self.index.insert(fingerprint, picked.candidate.load.slot, self.tokens)
 
     def measure_round(self) -> list[float]:
-        texts, more = self.texts(), self.texts()
-        found: list[Fingerprint] = []
+        texts, further_texts = self.texts(), self.texts()
+        fingerprints: list[Fingerprint] = []
         new = median_us(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
         turns = [text[:-8] for text in texts]
         return [
-            median_us(lambda n: found.append(self.prints.of(b"salt", more[n])), more),
-            median_us(lambda n: self.index.match(found[n], self.tokens)),
-            median_us(lambda n: self.index.insert(found[n], n % len(self.candidates), self.tokens)),
-            median_us(lambda n: self.index.match(found[n], self.tokens)),
+            median_us(
+                lambda n: fingerprints.append(self.prints.of(b"salt", further_texts[n])),
+                further_texts,
+            ),
+            median_us(lambda n: self.index.match(fingerprints[n], self.tokens)),
+            median_us(
+                lambda n: self.index.insert(fingerprints[n], n % len(self.candidates), self.tokens)
+            ),
+            median_us(lambda n: self.index.match(fingerprints[n], self.tokens)),
             median_us(lambda n: pick(self.policies["round_robin"], self.ask([]), self.candidates)),
             median_us(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
             median_us(

@@ -40,7 +40,7 @@ CALLBACKS = frozenset(
     for function in (
         Front.data_received,
         Connection.data_received,
-        Outbox._turn,
+        Outbox._run,
         Accounts.settle,
     )
 )

@@ -88,12 +88,12 @@ def _kinds(work: Path) -> list[tuple[str, Path]]:
 
 
 def _body(content: str) -> bytes:
-    made: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 64,
     }
-    return json.dumps(made, separators=(",", ":")).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:

@@ -105,8 +105,8 @@ def _print_verdicts(bounds: list[Bound], runs: int) -> None:
     print(f"\n{'median of ' + str(runs) + ' runs':<56} {'measured':>10} {'bound':>10}")
     for bound in bounds:
         sign = ">=" if bound.least else "<="
-        seen, limit = f"{bound.value:.3g}{bound.unit}", f"{sign} {bound.limit:g}{bound.unit}"
-        print(f"{bound.name:<56} {seen:>10} {limit:>10}  {'' if bound.is_met else 'MISSED'}")
+        measured, limit = f"{bound.value:.3g}{bound.unit}", f"{sign} {bound.limit:g}{bound.unit}"
+        print(f"{bound.name:<56} {measured:>10} {limit:>10}  {'' if bound.is_met else 'MISSED'}")
 
 
 def _options() -> argparse.Namespace:

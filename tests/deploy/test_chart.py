@@ -273,7 +273,7 @@ def test_ingress_and_route_are_off_by_default_and_lead_to_the_api_only() -> None
 
 def test_annotations_are_on_the_objects_they_are_for() -> None:
     wanted = {"x": "y"}
-    for found in (
+    for metadata in (
         find_object("Deployment", FULL)["metadata"],
         find_object("Deployment", FULL)["spec"]["template"]["metadata"],
         find_object("Service", FULL, "penstock")["metadata"],
@@ -281,7 +281,7 @@ def test_annotations_are_on_the_objects_they_are_for() -> None:
         find_object("ServiceAccount", FULL)["metadata"],
         find_object("HTTPRoute", FULL)["metadata"],
     ):
-        assert wanted.items() <= found["annotations"].items()
+        assert wanted.items() <= metadata["annotations"].items()
     assert find_object("Ingress", FULL)["metadata"]["annotations"] == FULL["ingress"]["annotations"]
 
 
@@ -422,19 +422,19 @@ def test_releases_with_discovery_in_one_namespace_have_separate_roles() -> None:
     assert names[0].isdisjoint(names[1])
 
 
-def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() -> None:
-    found = {"discover": {"kubernetes": {"service": "vllm"}}}
+def test_only_notes_of_a_release_with_discovery_ask_for_its_role() -> None:
+    discovering = {"discover": {"kubernetes": {"service": "vllm"}}}
     others = {
         "discover": None,
         "endpoints": [{"url": "http://kubernetes:8000", "name": "kubernetes: the engine"}],
     }
-    told = []
-    for pool in (found, others):
+    mentions = []
+    for pool in (discovering, others):
         with Chart.load(PATH) as loaded:
             texts = loaded.render({"config": {"pools": {"chat": pool}}}, name="gw", namespace="llm")
         (notes,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]
-        told.append("set discovery.enabled" in notes)
-    assert told == [True, False]
+        mentions.append("set discovery.enabled" in notes)
+    assert mentions == [True, False]
 
 
 def test_a_pool_with_discover_null_needs_no_role() -> None:
@@ -485,10 +485,10 @@ def test_what_keda_asks_prometheus_is_understood(tmp_path: Path) -> None:
     assert len(rules) == 2
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
-    said = subprocess.run(
+    result = subprocess.run(
         ["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_boards_and_rules_are_those_of_the_project() -> None:

@@ -145,15 +145,15 @@ class Engine:
         started = time.monotonic()
         while True:
             now = await self.metrics_by_name()
-            held = {name: now[name] for name in HELD if now[name]}
+            in_use = {name: now[name] for name in IN_USE_METRICS if now[name]}
             waited = time.monotonic() - started
-            if not held:
+            if not in_use:
                 return waited
-            assert waited < seconds, f"{self.name} still has {held} after {waited:.1f} s"
+            assert waited < seconds, f"{self.name} still has {in_use} after {waited:.1f} s"
             await asyncio.sleep(0.05)
 
 
-HELD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+IN_USE_METRICS = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 FAILURE_METRICS = (
     "nixl_num_kv_expired_reqs_total",
     "nixl_num_failed_transfers_total",

@@ -38,7 +38,7 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
     """
     p, d = engines
     request = body(prompt(400, seed=4001 + stream), stream=stream)
-    whole = await ask(d.url, request | {"cache_salt": "aggregated"})
+    aggregated = await ask(d.url, request | {"cache_salt": "aggregated"})
     with gateway(
         tmp_path, config({"P": (taps[0].url, "prefill"), "D": (taps[1].url, "decode")})
     ) as front:
@@ -50,7 +50,7 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
         assert answer.tokens == ()
     else:
         assert (answer.status, answer.error) == (200, "")
-        assert differences(answer, whole) == []
+        assert differences(answer, aggregated) == []
     await d.await_idle(10.0)
 
 
@@ -59,13 +59,13 @@ async def test_decode_dies_between_the_legs_and_another_endpoint_serves_the_requ
 ) -> None:
     p, d = engines
     request = body(prompt(400, seed=4003))
-    whole = await ask(p.url, request | {"cache_salt": "aggregated"})
+    aggregated = await ask(p.url, request | {"cache_salt": "aggregated"})
     with gateway(
         tmp_path, config({"P": (taps[0].url, "both"), "D": (taps[1].url, "decode")})
     ) as front:
         answer = await _kill_between_the_legs(front.url, d, taps[1], request)
     assert (answer.status, answer.error) == (200, "")
-    assert differences(answer, whole) == []
+    assert differences(answer, aggregated) == []
 
 
 async def test_decode_dies_between_the_legs_without_another_endpoint(

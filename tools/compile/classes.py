@@ -171,12 +171,12 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _reachable(first: str, following: Mapping[str, Iterable[str]]) -> set[str]:
-    seen, ahead = {first}, [first]
+    reached, ahead = {first}, [first]
     while ahead:
-        new = set(following[ahead.pop()]) - seen
-        seen |= new
+        new = set(following[ahead.pop()]) - reached
+        reached |= new
         ahead += new
-    return seen
+    return reached
 
 
 def classes_of(tree: ast.Module) -> list[ast.ClassDef]:

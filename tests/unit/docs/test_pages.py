@@ -163,8 +163,8 @@ def sources_by_name() -> Mapping[str, str]:
 def is_code(word: str) -> bool:
     """Whether a name such as `serve._enter` or `Relay.feed` is defined in its module or class."""
     holder, _, name = word.partition(".")
-    made = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
-    return re.search(made, sources_by_name().get(holder, ""), re.M) is not None
+    definition = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
+    return re.search(definition, sources_by_name().get(holder, ""), re.M) is not None
 
 
 @each_handwritten_page
