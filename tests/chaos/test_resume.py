@@ -77,7 +77,7 @@ async def test_a_broken_stream_continues_elsewhere_without_a_difference(
     fault: str,
 ) -> None:
     async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set(fault)
+        home.groups[0].faults.apply(fault)
         asking = asyncio.create_task(streams(home, 20, 60))
         if fault.startswith("stall"):
             await only_silent_ones_left(home, 10)
@@ -87,13 +87,13 @@ async def test_a_broken_stream_continues_elsewhere_without_a_difference(
         assert resumes(home) == 10
         assert home.metric("penstock_completion_tokens_total") == 20 * 60
         await home.at_rest()
-        home.groups[0].faults.set("")
+        home.groups[0].faults.apply("")
         assert home.app.gateway.gate.retries_running == 0
 
 
 async def test_resuming_is_off_by_default() -> None:
     async with house(2, health=NEVER) as home:
-        home.groups[0].faults.set("cut:after=7")
+        home.groups[0].faults.apply("cut:after=7")
         assert await streams(home, 10, 60) == {"whole": 5, "stream_interrupted": 5}
         assert resumes(home) == 0
         await home.at_rest()
@@ -101,13 +101,13 @@ async def test_resuming_is_off_by_default() -> None:
 
 async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
     async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=7")
-        home.groups[1].faults.set("cut:after=9")
+        home.groups[0].faults.apply("cut:after=7")
+        home.groups[1].faults.apply("cut:after=9")
         body = asked(0, 60) | {"stream_options": {"include_usage": True}}
         undisturbed = house(1, **RESUME)
         async with undisturbed as other:
             _, expected = await read(other, body)
-        home.groups[1].faults.set("")
+        home.groups[1].faults.apply("")
         for _ in range(2):  # at least one of them starts on the failing group
             fate, events = await read(home, body)
             assert fate == "whole"
@@ -126,10 +126,10 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
         }
         _, expected = await read(other, body)
     async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=3")
-        home.groups[1].faults.set("cut:after=5")
+        home.groups[0].faults.apply("cut:after=3")
+        home.groups[1].faults.apply("cut:after=5")
         assert (await read(home, body))[0] == "stream_interrupted"
-        home.groups[1].faults.set("")
+        home.groups[1].faults.apply("")
         for _ in range(2):
             fate, events = await read(home, body)
             assert (fate, text_of(events)) == ("whole", text_of(expected))
@@ -143,7 +143,7 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
 async def test_three_engines_are_tried_and_no_more() -> None:
     async with house(5, health=NEVER, **RESUME) as home:
         for member in home.groups:
-            member.faults.set("cut:after=5")
+            member.faults.apply("cut:after=5")
         assert await streams(home, 5, 60) == {"stream_interrupted": 5}
         results = {result: resumes(home, result=result) for result in ("broke", "attempts")}
         assert results == {"broke": 10, "attempts": 5}
@@ -152,7 +152,7 @@ async def test_three_engines_are_tried_and_no_more() -> None:
 
 async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error() -> None:
     async with house(1, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
+        home.groups[0].faults.apply("cut:after=5")
         assert await streams(home, 2, 60) == {"stream_interrupted": 2}
         assert resumes(home, result="nobody") == 2
         await home.at_rest()
@@ -163,7 +163,7 @@ async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error(
 )
 async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) -> None:
     async with house(2, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
+        home.groups[0].faults.apply("cut:after=5")
         fates = await streams(home, 4, 30, **more)
         assert fates == {"whole": 2, "stream_interrupted": 2}
         assert resumes(home) == 0
@@ -172,7 +172,7 @@ async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) ->
 
 async def test_a_client_that_leaves_during_a_resume_leaves_nothing_behind() -> None:
     async with house(2, speed=2.0, health=NEVER, **RESUME) as home:
-        home.groups[0].faults.set("cut:after=5")
+        home.groups[0].faults.apply("cut:after=5")
         body = json.dumps(asked(0, 4000) | {"stream": True})
         gone = 0
         for _ in range(2):

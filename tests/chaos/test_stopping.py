@@ -22,16 +22,16 @@ ONE_TURN: dict[str, Any] = {
 async def stopped_while_it_waits(home: House, fault: str) -> Answer:
     """Hold the only retry permit, let a failed request wait for it, and stop the gateway."""
     for member in home.groups:
-        member.faults.set(fault)
+        member.faults.apply(fault)
     gate = home.app.gateway.gate
-    assert gate.retry_at_once()
+    assert gate.try_acquire_retry()
     asking = asyncio.create_task(home.ask(tokens=40))
     async with asyncio.timeout(10):
         while not home.metric("penstock_upstream_errors_total"):
             await asyncio.sleep(0.002)
         await home.app.stop()
         answer = await asking
-    gate.give_back_turn()
+    gate.release_retry()
     assert not gate.retries_running
     return answer
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -27,7 +27,7 @@ CHAT = {"model": "demo-8b", "messages": [{"role": "user", "content": "How deep i
 class Mock:
     """One running group and a client to it."""
 
-    def __init__(self, member: Member, http: aiohttp.ClientSession) -> None:
+    def __init__(self, member: FleetGroup, http: aiohttp.ClientSession) -> None:
         self.member = member
         self.http = http
         self.sdk = openai.AsyncOpenAI(base_url=f"{member.url}/v1", api_key="none", max_retries=0)
@@ -66,7 +66,7 @@ class Mock:
 
 @asynccontextmanager
 async def mock(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[Mock]:
-    async with running_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
+    async with run_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
         yield Mock(member, http)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import aiohttp
 
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff_options import TransferSpec
 from mockgpu.model_shapes import model_named
 from tests.fair_time import within
 
@@ -30,12 +30,12 @@ rooms = itertools.count(1 << 41)
 class Pair:
     """A prefill and a decode group, and a client that splits requests between them."""
 
-    def __init__(self, prefill: Member, decode: Member, http: aiohttp.ClientSession) -> None:
+    def __init__(self, prefill: FleetGroup, decode: FleetGroup, http: aiohttp.ClientSession) -> None:
         self.prefill, self.decode, self.http = prefill, decode, http
         self.identity: dict[str, Any] | None = None
 
     async def post(
-        self, member: Member, body: dict[str, Any], request_id: str = "", path: str = "/v1/completions"
+        self, member: FleetGroup, body: dict[str, Any], request_id: str = "", path: str = "/v1/completions"
     ) -> tuple[int, dict[str, Any]]:
         headers = {"X-Request-Id": request_id} if request_id else {}
         async with self.http.post(member.url + path, json=body, headers=headers) as response:
@@ -43,7 +43,7 @@ class Pair:
 
     def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Both bodies of the dialects whose legs go out together."""
-        prefill, decode = self.prefill.half, self.decode.half
+        prefill, decode = self.prefill.pd_role, self.decode.pd_role
         assert prefill is not None
         assert decode is not None
         one = body | {"max_tokens": 1, "min_tokens": 1, "stream": False}
@@ -51,13 +51,13 @@ class Pair:
         take: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
         match prefill.dialect.name:
             case "vllm_push":
-                here = prefill.here
+                here = prefill.identity
                 take |= {"remote_engine_id": here.engine_id, "remote_host": here.host, "remote_port": here.port}
                 take |= {"tp_size": here.tp, "pp_size": 1, "remote_request_id": f"r{number}"}
                 return one | {"kv_transfer_params": give}, body | {"kv_transfer_params": take}
             case "mooncake":
                 transfer = {"transfer_id": f"xfer-{number}"}
-                take |= {"remote_bootstrap_addr": prefill.bootstrap_url, "remote_engine_id": prefill.here.engine_id}
+                take |= {"remote_bootstrap_addr": prefill.bootstrap_url, "remote_engine_id": prefill.identity.engine_id}
                 return one | {"kv_transfer_params": give | transfer}, body | {"kv_transfer_params": take | transfer}
             case _:
                 host, _, port = prefill.bootstrap_url.removeprefix("http://").rpartition(":")
@@ -66,9 +66,9 @@ class Pair:
 
     async def split(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
         """The decode group's answer, after both legs."""
-        assert self.prefill.half is not None
+        assert self.prefill.pd_role is not None
         number = next(rooms)
-        match self.prefill.half.dialect.name:
+        match self.prefill.pd_role.dialect.name:
             case "vllm_nixl":
                 return await self._pull(body, f"r{number}", path)
             case "trtllm":
@@ -100,12 +100,12 @@ class Pair:
         ids = first["prompt_token_ids"]
         return await self.post(self.decode, take | ({"prompt": ids} if "prompt" in body else {"prompt_token_ids": ids}))
 
-    async def state(self, member: Member) -> dict[str, Any]:
+    async def state(self, member: FleetGroup) -> dict[str, Any]:
         async with self.http.get(member.url + "/mock/state") as response:
             told: dict[str, Any] = await response.json()
             return told
 
-    async def metric(self, member: Member, series: str) -> float:
+    async def metric(self, member: FleetGroup, series: str) -> float:
         async with self.http.get(member.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
@@ -124,7 +124,7 @@ class Pair:
             assert state["malformed_handoffs"] == 0
 
 
-def spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:
+def spec(role: str, transfer: TransferSpec, tp: int = 1, **options: Any) -> GroupSpec:
     model = model_named(options.pop("model", "demo-8b"))
     fields: dict[str, Any] = {"speed": inf, "kv_tokens": 16_384} | options
     return GroupSpec("m", model, gpu_named("h100"), tp, role, transfer=transfer, **fields)
@@ -141,8 +141,8 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     kv = {"dialect": dialect, "transport": "inproc"} | options.pop("kv", {})
     specs = [
-        spec(role, Transfer(**(kv | (own or {}))), tp, **options)
+        spec(role, TransferSpec(**(kv | (own or {}))), tp, **options)
         for role, tp, own in (("prefill", tps[0], prefill), ("decode", tps[1], decode))
     ]
-    async with running_fleet(specs) as members, aiohttp.ClientSession() as http:
+    async with run_fleet(specs) as members, aiohttp.ClientSession() as http:
         yield Pair(members[0], members[1], http)

@@ -19,10 +19,10 @@ import aiohttp
 from gateway.app import App
 from gateway.config import Config
 from gateway.disagg import bootstrap_client
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff_options import TransferSpec
 from mockgpu.model_shapes import model_named
 from mockgpu.text import expected_text
 from tests.fair_time import PATIENCE_S, within
@@ -38,7 +38,7 @@ NEED_BOOTSTRAP = ("sglang", "mooncake")
 class SplitHouse:
     """The gateway `app`, `prefill` and `decode` groups, and a client."""
 
-    def __init__(self, app: App, prefill: list[Member], decode: list[Member], http: aiohttp.ClientSession) -> None:
+    def __init__(self, app: App, prefill: list[FleetGroup], decode: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.app = app
         self.prefill = prefill
         self.decode = decode
@@ -57,10 +57,10 @@ class SplitHouse:
         assert text == expected_text(dict(body), body["max_tokens"])
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[FleetGroup]:
         return [*self.prefill, *self.decode]
 
-    async def state(self, member: Member) -> dict[str, Any]:
+    async def state(self, member: FleetGroup) -> dict[str, Any]:
         async with self.http.get(f"{member.url}/mock/state") as answer:
             told: dict[str, Any] = await answer.json()
             return told
@@ -68,7 +68,7 @@ class SplitHouse:
     async def held(self) -> list[int]:
         """Whatever anybody holds for anybody, here or there. All zero at rest."""
         gate = self.app.gateway.gate
-        found = [gate.active, gate.body_bytes, gate.retries_running]
+        found = [gate.active_requests, gate.body_bytes, gate.retries_running]
         for live in self.app.gateway.endpoints.all():
             load = live.load
             found += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]
@@ -132,7 +132,7 @@ async def split_house(
     **sections: Any,
 ) -> AsyncIterator[SplitHouse]:
     """So many prefill and decode groups of these TP sizes, split from 64 uncached tokens on."""
-    transfer = Transfer(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
+    transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [
         GroupSpec(MODEL, shape, gpu, tp, role, speed=speed, kv_tokens=kv_tokens, transfer=transfer)
@@ -141,7 +141,7 @@ async def split_house(
     ]
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.object(bootstrap_client, "ANSWER_S", 10.0))  # the servers are slow when this loop is
-        members = await stack.enter_async_context(running_fleet(specs))
+        members = await stack.enter_async_context(run_fleet(specs))
         rule = {"dialect": dialect, "threshold_tokens": 64, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(
             {
@@ -163,10 +163,10 @@ async def split_house(
         yield SplitHouse(app, members[: groups[0]], members[groups[0] :], http)
 
 
-def _endpoint(dialect: str, member: Member) -> dict[str, Any]:
+def _endpoint(dialect: str, member: FleetGroup) -> dict[str, Any]:
     role = member.group.spec.role
     endpoint = {"url": member.url, "role": role, "engine": ENGINES.get(dialect, "vllm"), "max_concurrency": 64}
     if role == "prefill" and dialect in NEED_BOOTSTRAP:
-        assert member.half is not None
-        endpoint["bootstrap"] = member.half.bootstrap_url.removeprefix("http://")
+        assert member.pd_role is not None
+        endpoint["bootstrap"] = member.pd_role.bootstrap_url.removeprefix("http://")
     return endpoint

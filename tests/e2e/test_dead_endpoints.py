@@ -61,7 +61,7 @@ async def test_while_all_are_dead_a_request_gets_503_and_the_first_that_is_back_
         assert await f.ask_often(8) == Counter({200: 8})
         for engine in f.engines:
             await engine.become(dead)
-        while any(live.load.available for live in f.app.gateway.endpoints.all()):
+        while any(live.load.is_available for live in f.app.gateway.endpoints.all()):
             assert await f.ask() in (502, 503)
         for _ in range(20):
             assert await f.ask() == 503
@@ -70,6 +70,6 @@ async def test_while_all_are_dead_a_request_gets_503_and_the_first_that_is_back_
         await f.engines[2].become(Mode.ANSWERS)
         assert RECOVERY_S * 1.1 < 1.5, "so long at most, and a probe, on a machine that is not busy"
         async with asyncio.timeout(20):  # far below the back-off
-            while not any(live.load.available for live in f.app.gateway.endpoints.all()):
+            while not any(live.load.is_available for live in f.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.05)
         assert await f.ask_often(20) == Counter({200: 20})

@@ -245,8 +245,8 @@ async def _most_held(app: App) -> int:
     """The largest write buffer seen until the client is cut off."""
     held, seen = 0, False
     async with asyncio.timeout(PATIENCE_S):
-        while not seen or app.fronts:
-            for front in app.fronts:
+        while not seen or app.connections:
+            for front in app.connections:
                 seen = True
                 if front.transport is not None:
                     held = max(held, front.transport.get_write_buffer_size())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.dialects import by_itself, named
+from kvtransfer.dialects import get_dialect, standalone_members
 from mockgpu.text import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
 from tests.fair_time import PATIENCE_S, at_most, pace
@@ -33,8 +33,8 @@ async def prefilled(groups: Pair, body: dict[str, Any] = BODY) -> dict[str, Any]
 async def test_the_object_has_all_fields_of_its_version() -> None:
     async with pair() as groups:
         new = await prefilled(groups)
-        assert groups.prefill.half is not None
-        here = groups.prefill.half.here
+        assert groups.prefill.pd_role is not None
+        here = groups.prefill.pd_role.identity
         assert isinstance(new["remote_block_ids"][0], list)
         assert new["remote_request_id"].startswith("cmpl-abc-")
         told = {key: new[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")}
@@ -191,7 +191,7 @@ async def test_a_pull_whose_object_has_values_of_the_wrong_kind_is_refused_and_t
         take = chat | {"kv_transfer_params": first["kv_transfer_params"] | wrong}
         status, answer = await groups.post(groups.decode, take, path="/v1/chat/completions")
         assert (status, answer["error"]["code"]) == (expected, expected)
-        assert not groups.decode.group.dead
+        assert not groups.decode.group.is_dead
 
 
 @pytest.mark.parametrize("blocks", [None, [], [[]], 5, {"a": 1}])
@@ -339,11 +339,11 @@ async def test_either_leg_may_be_first(dialect: str, first: str) -> None:
 
 async def test_mooncake_s_bootstrap_tells_who_prefill_is_until_it_restarts() -> None:
     async with pair("mooncake", kv={"wait_s": 1.0}) as groups:
-        assert groups.prefill.half is not None
-        async with groups.http.get(groups.prefill.half.bootstrap_url + "/query") as response:
+        assert groups.prefill.pd_role is not None
+        async with groups.http.get(groups.prefill.pd_role.bootstrap_url + "/query") as response:
             page = await response.json()
-        assert page["0"]["engine_id"] == groups.prefill.half.here.engine_id
-        assert page["0"]["worker_addr"]["0"]["0"] == groups.prefill.half.here.address
+        assert page["0"]["engine_id"] == groups.prefill.pd_role.identity.engine_id
+        assert page["0"]["worker_addr"]["0"]["0"] == groups.prefill.pd_role.identity.address
         number = next(rooms)
         _, stale = groups.legs(BODY, number)
         groups.prefill.group.lose_rank(0)
@@ -361,7 +361,7 @@ async def test_mooncake_s_roles_are_not_interchangeable() -> None:
             member, body = (groups.prefill, take) if wrong == "prefill" else (groups.decode, give)
             assert (await groups.post(member, body))[0] == 500
             assert (await groups.state(member))["malformed_handoffs"] == 1
-            assert member.group.dead
+            assert member.group.is_dead
 
 
 # --- SGLang
@@ -394,8 +394,8 @@ async def test_sglang_s_prefill_stops_after_one_token_and_answers_when_its_kv_is
 
 async def test_sglang_s_bootstrap_tells_the_route() -> None:
     async with pair("sglang", (2, 1)) as groups:
-        assert groups.prefill.half is not None
-        url = groups.prefill.half.bootstrap_url
+        assert groups.prefill.pd_role is not None
+        url = groups.prefill.pd_role.bootstrap_url
         async with groups.http.get(f"{url}/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1") as response:
             assert (await response.json())["attn_tp_size"] == 2
         async with groups.http.get(f"{url}/health") as response:
@@ -495,7 +495,7 @@ async def test_a_request_that_is_no_leg_is_served_whole(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_probe_is_answered_by_either_half_alone_and_as_often_as_it_comes(dialect: str) -> None:
-    probe = {"prompt": "1", "max_tokens": 1} | by_itself(named(dialect).engine)
+    probe = {"prompt": "1", "max_tokens": 1} | standalone_members(get_dialect(dialect).engine)
     async with pair(dialect) as groups:
         for group in (groups.prefill, groups.decode) * 2:
             status, answer = await groups.post(group, probe)

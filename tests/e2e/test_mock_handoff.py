@@ -54,7 +54,7 @@ async def test_groups_with_certificates_hand_kv_over_by_tls() -> None:
     async with pair("vllm_nixl", (4, 2), kv={"transport": "tcp", "tls": tls_files()}) as groups:
         await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
-        agent = groups.decode.half and groups.decode.half.agent
+        agent = groups.decode.pd_role and groups.decode.pd_role.agent
         assert agent is not None
         assert [type(line) for line in agent._board._peer_links] == [TlsLink]
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
@@ -65,9 +65,9 @@ async def test_every_transport_brings_the_same_bytes(transport: str) -> None:
     async with pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
         await splits_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
-        assert groups.decode.half is not None
-        assert groups.decode.half.agent is not None
-        ((_, used),) = groups.decode.half.agent.figures()["moved_bytes"]
+        assert groups.decode.pd_role is not None
+        assert groups.decode.pd_role.agent is not None
+        ((_, used),) = groups.decode.pd_role.agent.stats()["moved_bytes"]
         assert used == ("shm" if transport == "auto" else transport)
 
 

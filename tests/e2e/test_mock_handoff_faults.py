@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mockgpu.fleet import Member
+from mockgpu.fleet import FleetGroup
 from mockgpu.text import expected_text
 from tests.e2e.mock_pair import DIALECTS, PROMPT, Pair, pair, rooms
 from tests.e2e.processes import ENV
@@ -28,7 +28,7 @@ WORDS = expected_text(LONG, 12)
 PUSHES = ("vllm_push", "mooncake", "sglang")
 
 
-async def fault(groups: Pair, member: Member, what: str) -> None:
+async def fault(groups: Pair, member: FleetGroup, what: str) -> None:
     async with groups.http.post(member.url + "/mock/fault", json={"spec": what}) as response:
         assert response.status == 200, await response.text()
 
@@ -82,18 +82,18 @@ async def test_an_engine_that_finds_its_port_taken_is_none_until_it_comes_back_a
     port = free_port()
     async with pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
         assert await attempt(groups) == WORDS
-        half = groups.prefill.half
+        half = groups.prefill.pd_role
         assert half is not None
-        groups.prefill.faults.set("lost-rank")
-        await half.settled()
+        groups.prefill.faults.apply("lost-rank")
+        await half.wait_applied()
         with socket.create_server(("127.0.0.1", port)):
-            groups.prefill.faults.set("")
-            await half.settled()
-            assert (half.agent, groups.prefill.group.desk) == (None, None)
+            groups.prefill.faults.apply("")
+            await half.wait_applied()
+            assert (half.agent, groups.prefill.group.kv_handoff) == (None, None)
             assert await attempt(groups) is None
         for spec in ("lost-rank", ""):
-            groups.prefill.faults.set(spec)
-            await half.settled()
+            groups.prefill.faults.apply(spec)
+            await half.wait_applied()
         assert await attempt(groups) == WORDS
 
 
@@ -196,7 +196,7 @@ async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_come_back
         await fault(groups, victim, what)
         assert await attempt(groups) in (None, WORDS)
         if what != "kv-lost" and "transfer" not in what and "pull" not in what:
-            assert victim.group.dead
+            assert victim.group.is_dead
         async with groups.http.delete(victim.url + "/mock/fault") as response:
             assert response.status == 200
         await groups.at_rest()

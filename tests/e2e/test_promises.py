@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from gateway.app import App
 from gateway.config import Config
-from mockgpu.fleet import running_fleet
+from mockgpu.fleet import run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -50,7 +50,7 @@ async def place(
 ) -> AsyncIterator[Place]:
     """One mock group to each pool (`main`, `pool1`, ...), whose configuration is filled up."""
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
-    async with running_fleet([spec] * max(1, len(pools))) as members, aiohttp.ClientSession() as http:
+    async with run_fleet([spec] * max(1, len(pools))) as members, aiohttp.ClientSession() as http:
         made = {}
         for number, member in enumerate(members):
             endpoint = {"url": member.url, "max_concurrency": concurrency, "served_model": "demo-8b"}
@@ -162,8 +162,8 @@ async def test_a_tenant_that_floods_the_pool_does_not_keep_another_waiting() -> 
             finished.append(who)
 
         flood = [asyncio.create_task(ask(crowd, "crowd")) for _ in range(16)]
-        room = home.app.gateway.gate.rooms()[0]
-        while room.waiting < 10:
+        room = home.app.gateway.gate.pool_queues()[0]
+        while room.queue_length < 10:
             await asyncio.sleep(0.002)
         await asyncio.gather(*(ask(guest, "guest") for _ in range(2)))
         assert finished.count("crowd") <= 8, finished
@@ -195,7 +195,7 @@ async def test_a_smaller_model_serves_what_would_be_refused_and_the_answer_says_
 
 async def test_prompts_go_only_where_their_context_fits() -> None:
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=float("inf"))
-    async with running_fleet([spec] * 2) as members:
+    async with run_fleet([spec] * 2) as members:
         endpoints = [
             {"url": members[0].url, "name": "short", "context_tokens": 1000},
             {"url": members[1].url, "name": "long"},
@@ -212,7 +212,7 @@ async def test_prompts_go_only_where_their_context_fits() -> None:
 async def test_a_long_prompt_goes_beyond_a_cap_when_those_with_room_are_too_short_for_it() -> None:
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"))
     long: Any = [{"role": "user", "content": "water " * 1500}]
-    async with running_fleet([spec] * 2) as members:
+    async with run_fleet([spec] * 2) as members:
         endpoints = [
             {"url": members[0].url, "name": "short", "context_tokens": 1000},
             {"url": members[1].url, "name": "long", "max_concurrency": 1, "context_tokens": 9000},

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.disagg.handoffs import TAKEN_S
-from mockgpu.handoff.kv_handoff import DECLINING_S
+from gateway.disagg.handoffs import RELEASE_TIMEOUT_S
+from mockgpu.handoff.kv_handoff import DECLINE_S
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 
 REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "500"))
@@ -79,6 +79,6 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(dialect: st
         for batch in range(6):
             await asyncio.gather(*(leave(batch * 100 + number) for number in range(6)))
         # What frees KV for nobody is let go of at last, and a leg closed before its engine saw it declines by name.
-        await house.at_rest(within_s=TAKEN_S + DECLINING_S + 5.0)
+        await house.at_rest(within_s=RELEASE_TIMEOUT_S + DECLINE_S + 5.0)
         await house.right({"prompt": "and still " + SENTENCE * 20, "max_tokens": 8})
         await house.at_rest()

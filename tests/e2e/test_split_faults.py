@@ -41,7 +41,7 @@ async def test_whichever_endpoint_fails_the_client_gets_the_right_answer_and_not
     async with split_house(dialect, kv=FAST, split=SPLIT) as house:
         await house.right(long(0))
         member = (house.prefill if role == "prefill" else house.decode)[0]
-        member.faults.set(what)
+        member.faults.apply(what)
         await asyncio.gather(*(house.right(long(number)) for number in range(1, 9)))
         member.faults.clear()
         await house.at_rest(within_s=7 + SOON_S)  # a decoder asks the bootstrap server of a dead engine for 5 s
@@ -51,7 +51,7 @@ async def test_whichever_endpoint_fails_the_client_gets_the_right_answer_and_not
 async def test_a_stream_that_dies_after_its_first_words_ends_with_an_error(dialect: str) -> None:
     async with split_house(dialect, kv=FAST) as house:
         for member in house.decode:
-            member.faults.set("die-mid-decode:after=3")
+            member.faults.apply("die-mid-decode:after=3")
         body = {"model": "m", "stream": True} | long(1)
         async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:
             raw = await answer.read()
@@ -65,7 +65,7 @@ async def test_a_stream_that_dies_after_its_first_words_ends_with_an_error(diale
 async def test_harm_on_the_wire_costs_time_and_never_a_word(harm: str) -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
     async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
-        house.prefill[0].faults.set(harm)
+        house.prefill[0].faults.apply(harm)
         await asyncio.gather(*(house.right(long(number)) for number in range(8)))
         house.prefill[0].faults.clear()
         await house.at_rest(within_s=4 + SOON_S)
@@ -76,8 +76,8 @@ async def test_a_frozen_prefiller_is_noticed_and_the_request_computed_elsewhere(
     async with split_house("vllm_nixl", kv=kv, split=SPLIT) as house:
         for number in range(4):
             await house.right(long(number))
-        house.prefill[0].faults.set("wire-stall")
-        house.prefill[1].faults.set("wire-stall")
+        house.prefill[0].faults.apply("wire-stall")
+        house.prefill[1].faults.apply("wire-stall")
         async with at_most(2.0 + SOON_S):
             await house.right(long(10))
         for member in house.prefill:

@@ -70,7 +70,7 @@ async def test_a_decoder_that_dies_in_mid_answer_costs_its_clients_no_word(
     dialect: str, fault: str
 ) -> None:
     async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
-        house.decode[0].faults.set(fault)
+        house.decode[0].faults.apply(fault)
         bodies = [body(number) for number in range(6) for body in (completion, chat)]
         await asyncio.gather(*(whole(house, body) for body in bodies))
         house.decode[0].faults.clear()
@@ -91,7 +91,7 @@ async def test_counts_and_chunks_are_those_of_an_answer_that_did_not_break(diale
     async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
         await read(house, completion(0))
         for decoder in house.decode:
-            decoder.faults.set("cut:after=7")
+            decoder.faults.apply("cut:after=7")
         breaking = asyncio.create_task(read(house, body))
         async with asyncio.timeout(10 * pace()):
             while not house.metric("penstock_upstream_errors_total"):
@@ -109,7 +109,7 @@ async def test_counts_and_chunks_are_those_of_an_answer_that_did_not_break(diale
 async def test_without_another_decoder_the_stream_ends_with_an_error(dialect: str) -> None:
     settings = {"models": models(dialect), "health": HEALTH}
     async with split_house(dialect, groups=(2, 1), kv=FAST, **settings) as house:
-        house.decode[0].faults.set("cut:after=7")
+        house.decode[0].faults.apply("cut:after=7")
         raw, endpoint = await read(house, completion(0))
         assert endpoint == house.decode[0].url.removeprefix("http://")
         assert b'"code":"stream_interrupted"' in raw
@@ -125,7 +125,7 @@ async def test_engines_that_report_no_token_ids_end_a_broken_stream_with_an_erro
 ) -> None:
     async with split_house(dialect, kv=FAST, models=models(dialect), health=HEALTH) as house:
         for decoder in house.decode:
-            decoder.faults.set("cut:after=7")
+            decoder.faults.apply("cut:after=7")
         raw, _ = await read(house, completion(0))
         assert b'"error"' in raw
         assert b"[DONE]" not in raw
@@ -139,7 +139,7 @@ async def test_engines_that_report_no_token_ids_end_a_broken_stream_with_an_erro
 async def test_a_client_that_leaves_a_resumed_stream_leaves_nothing_behind() -> None:
     settings = {"models": models("vllm_nixl"), "health": HEALTH}
     async with split_house("vllm_nixl", kv=FAST, speed=20.0, **settings) as house:
-        house.decode[0].faults.set("cut:after=5")
+        house.decode[0].faults.apply("cut:after=5")
         for number in range(4):
             body = {"model": MODEL} | completion(number) | {"max_tokens": 400}
             async with house.http.post(f"{house.app.url}/v1/completions", json=body) as answer:

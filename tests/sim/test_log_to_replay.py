@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.replay import FleetSpec, Kind, replay, traffic
+from planner.replay import FleetSpec, GroupKind, replay, traffic
 from planner.traces import read_trace
 from policies import registry
 from tests.chaos.house import house
@@ -31,7 +31,7 @@ async def test_a_log_with_blocks_replays_with_the_hits_that_were_there(tmp_path:
     beginnings = {one.blocks[:9] for one in requests}
     assert len(beginnings) == 1
     assert len({one.blocks[-1] for one in requests}) == 3
-    run = replay(FleetSpec("one", (Kind(),)), traffic(requests), registry.build("prefix_aware", {}))
+    run = replay(FleetSpec("one", (GroupKind(),)), traffic(requests), registry.build("prefix_aware", {}))
     cached = sum(one.cached_tokens for one in run.records)
     assert cached == pytest.approx(
         sum(line.get("believed_cached_tokens", 0) for line in told), rel=0.15

@@ -63,7 +63,7 @@ async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(bro
     async with house(2) as home, opened(browser, home) as page:
         old, new = home.app.gateway.endpoints.all()
         new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
-        old.leaving = True
+        old.is_leaving = True
         await expect(page.locator("#rows")).to_contain_text("leaving")
         await expect(page.locator("#rows tr")).to_have_count(2)
 
@@ -72,7 +72,7 @@ async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(bro
 async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme: Any) -> None:
     async with house(4, speed=2.0) as home, opened(browser, home, scheme) as page:
         await busy(home)
-        home.groups[1].faults.set("refuse")
+        home.groups[1].faults.apply("refuse")
         killed = monotonic()
         await expect(page.locator("#rows tr").first).to_have_class("s-bad", timeout=5000)
         assert monotonic() - killed < SEEN_WITHIN_S
@@ -81,7 +81,7 @@ async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme:
         await expect(page.locator("#summary")).to_contain_text("3 of 4 groups serve")
         await expect(page).to_have_title("(1 out) Penstock")
         await page.screenshot(path=SHOTS / f"killed-{scheme}.png", full_page=True)
-        home.groups[1].faults.set("")
+        home.groups[1].faults.apply("")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(0, timeout=15_000)
 
 

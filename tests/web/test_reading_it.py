@@ -10,7 +10,7 @@ from playwright.async_api import Browser, Locator, Page, expect
 
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
-from gateway.protocol.stream_scan import Usage
+from gateway.protocol.stream_scan import TokenUsage
 from tests.chaos.house import House, house
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened
@@ -69,8 +69,8 @@ async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser
 async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(browser: Browser) -> None:
     async with house(4) as home, opened(browser, home) as page:
         await busy(home)
-        home.groups[2].faults.set("refuse")
-        home.app.gateway.endpoints.drain(home.app.gateway.endpoints.all()[3], True)
+        home.groups[2].faults.apply("refuse")
+        home.app.gateway.endpoints.set_drained(home.app.gateway.endpoints.all()[3], True)
         broken, drained = name_of(home, 2), name_of(home, 3)
         names = page.locator("#rows th")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(1)
@@ -114,8 +114,8 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
         await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
-        home.groups[0].faults.set("refuse")
-        home.groups[1].faults.set("refuse")
+        home.groups[0].faults.apply("refuse")
+        home.groups[1].faults.apply("refuse")
         await home.ask()
         await page.check("#problems")
         await expect(rows).to_have_count(1)
@@ -132,8 +132,8 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
         x = Exchange("req_markup", Api.CHAT, "127.0.0.1", 0.0)
         x.model = x.tenant = x.detail = x.reason = MARKUP
         x.outcome, x.status, x.retries = "refused", 503, [MARKUP]
-        home.app.gateway.accounts.explained.keep(x, Usage(), 0, 1.0)
-        home.groups[0].faults.set("refuse")
+        home.app.gateway.accounts.recent_exchanges.add(x, TokenUsage(), 0, 1.0)
+        home.groups[0].faults.apply("refuse")
         await expect(page.locator("#rows")).to_contain_text(MARKUP)
         await expect(page.locator("#map")).to_contain_text(MARKUP)
         await expect(page.locator("#why")).to_contain_text(f"{MARKUP} is out")
@@ -149,7 +149,7 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
     async with house(12) as home, opened(browser, home, width=width) as page:
         for number, group in enumerate(home.groups):
             rename(home, number, f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2)
-            group.faults.set("refuse")
+            group.faults.apply("refuse")
         await expect(page.locator("#why li")).to_have_count(8, timeout=10_000)
         await expect(page.locator("#why li").last).to_contain_text("more: group-")
         assert await page.evaluate(CLIPPED) == 0

@@ -188,8 +188,8 @@ async def test_a_refusing_group_is_gone_until_its_window_ends() -> None:
 async def test_a_group_told_twice_to_refuse_refuses_until_it_is_healed() -> None:
     async with mock() as group:
         for spec, answered in (("refuse", False), ("refuse", False), ("", True)):
-            group.member.faults.set(spec)
-            await group.member.listener.settled()
+            group.member.faults.apply(spec)
+            await group.member.listener.wait_rebound()
             try:
                 async with aiohttp.ClientSession() as fresh, fresh.get(group.member.url + "/health") as response:
                     assert (response.status, answered) == (200, True)

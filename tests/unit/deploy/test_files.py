@@ -17,10 +17,10 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import Config, examine
+from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
-from gateway.reload.reloader import AT_START
-from gateway.util.units import duration_s
+from gateway.reload.reloader import BOUND_AT_START
+from gateway.util.units import parse_duration
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -36,7 +36,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def config_of(path: Path) -> Config:
-    return examine(path, os.environ | KEY).config
+    return load_with_warnings(path, os.environ | KEY).config
 
 
 COMPOSE = read_yaml(DEPLOY / "compose" / "compose.yaml")
@@ -62,7 +62,7 @@ def unit_settings(name: str) -> list[str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_every_shipped_configuration_passes_the_check(path: Path) -> None:
     env = os.environ | KEY | {"TEAM_A_KEY": "sk-a-key-for-the-test"}
-    doubts = {problem.path for problem in examine(path, env).warnings}
+    doubts = {problem.path for problem in load_with_warnings(path, env).warnings}
     assert doubts <= {"listeners.admin.host"}  # in a container or pod others reach it: compose and policies say who
 
 
@@ -163,7 +163,7 @@ def test_kustomize_names_every_manifest_and_nothing_else() -> None:
 def test_nobody_loses_patience_before_running_answers_had_their_time() -> None:
     compose, pods = config_of(CONFIGS[1]).timeouts.shutdown, config_of(CONFIGS[2]).timeouts.shutdown
     gateways = [COMPOSE["services"][name] for name in ("gateway-1", "gateway-2")]
-    assert {duration_s(each["stop_grace_period"]) for each in gateways} == {compose + SHUTDOWN_AND_S}
+    assert {parse_duration(each["stop_grace_period"]) for each in gateways} == {compose + SHUTDOWN_AND_S}
     values = read_yaml(CHART / "values.yaml")
     assert POD["terminationGracePeriodSeconds"] == values["preStopSeconds"] + pods + SHUTDOWN_AND_S
     assert values["drainSeconds"] == pods
@@ -193,7 +193,7 @@ def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_
         re.findall(rf"pick {of} (.*?) -}}}}", text) for of in (r"\$config", r"\(default dict \$config\.observability\)")
     )
     picked = {*re.findall(r'"(\w+)"', sections), *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside))}
-    assert picked == set(AT_START) - {"reload.state_dir"}  # that one is the chart's own and never changes
+    assert picked == set(BOUND_AT_START) - {"reload.state_dir"}  # that one is the chart's own and never changes
 
 
 def test_scaling_asks_for_metrics_that_exist() -> None:
@@ -223,7 +223,7 @@ def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_
             r"HttpProtocolOptions\n.*idle_timeout: (\S+?)}",
         ),
     }
-    silent, idle = ([duration_s(each) for each in re.findall(pattern, text)] for pattern in settings[tool])
+    silent, idle = ([parse_duration(each) for each in re.findall(pattern, text)] for pattern in settings[tool])
     assert silent
     assert idle
     assert min(silent) > config.timeouts.first_byte

@@ -23,15 +23,15 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import examine_text, json_schema
+from gateway.config import json_schema, load_text
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.exposition import page
-from gateway.workers.supervisor_metrics import Figures
+from gateway.metrics.exposition import render_page
+from gateway.workers.supervisor_metrics import SupervisorMetrics
 from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
-from tools.docgen import pages as made
+from tools.docgen import generated_files as made
 
 ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -200,7 +200,7 @@ def test_every_make_target_it_names_is_there(name: str) -> None:
 def series() -> frozenset[str]:
     """Names of families and of what a histogram or the process tells, of a gateway and of a supervisor."""
     return frozenset(
-        re.findall(r"penstock_\w+", (Metrics().render() + page(Figures().readings(), exemplars=False)).decode())
+        re.findall(r"penstock_\w+", (Metrics().render() + render_page(SupervisorMetrics().collect(), exemplars=False)).decode())
     )
 
 
@@ -276,7 +276,7 @@ def test_every_configuration_it_shows_passes_the_check(name: str, block: str, tm
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump(completed(part), file)
-    loaded = examine_text((tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ)
+    loaded = load_text((tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ)
     assert loaded.warnings == ()
 
 

@@ -10,7 +10,7 @@ import pytest
 from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
 from mockgpu.model_shapes import model_named
-from mockgpu.roofline import PROFILES, Work
+from mockgpu.roofline import PROFILES, StepWork
 from tests.unit.mockgpu.formulas import kv_transfer_s
 
 PAGE = (Path(__file__).parents[3] / "docs/when-splitting-pays.md").read_text()
@@ -29,7 +29,7 @@ def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> 
     """
     chunks = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return [
-        ROOFLINE.step_s(Work(size, size * (at + size / 2), seqs, context)) for at, size in chunks
+        ROOFLINE.step_s(StepWork(size, size * (at + size / 2), seqs, context)) for at, size in chunks
     ]
 
 
@@ -47,4 +47,4 @@ def test_the_pages_figures_are_the_rooflines(row: tuple[float, ...]) -> None:
 
 def test_the_page_has_its_rows_and_its_decode_step() -> None:
     assert len(ROWS) == 5
-    assert f"takes {1e3 * ROOFLINE.step_s(Work(0, 0.0, SEQS, CONTEXT)):.1f} ms" in PAGE
+    assert f"takes {1e3 * ROOFLINE.step_s(StepWork(0, 0.0, SEQS, CONTEXT)):.1f} ms" in PAGE

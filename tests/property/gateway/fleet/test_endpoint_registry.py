@@ -13,8 +13,8 @@ from gateway.config import Config
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.http.write_queue import Outbox
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from policies.model import Pick, Request
 
@@ -39,10 +39,10 @@ class Table(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.metrics = Metrics()
         self.current = config({"a": [0, 1]}, 4)
-        outbox = Outbox(self.loop)
-        self.table = EndpointTable(self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox)
+        outbox = WriteQueue(self.loop)
+        self.table = EndpointTable(self.current, PrefixCacheView(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox)
         self.adoption = self.table.plan(self.current)
-        self.table.adopt(self.adoption)
+        self.table.apply(self.adoption)
         self.open: list[tuple[LiveEndpoint, Booking]] = []
 
     def teardown(self) -> None:
@@ -61,11 +61,11 @@ class Table(RuleBasedStateMachine):
         self.adoption = self.table.plan(self.current)
         unchanged = {(live.endpoint.pool, live.endpoint.url): live for live in self.table.all()}
         assert unchanged == before, "planning changes nothing"
-        moves = self.table.adopt(self.adoption)
+        moves = self.table.apply(self.adoption)
         for member in self.adoption.members:
             key = member.endpoint.pool, member.endpoint.url
             assert before.get(key, member.live) is member.live, "whoever was known is the same"
-        assert not {id(live) for live in moves.came} & {id(live) for live in moves.left}
+        assert not {id(live) for live in moves.added} & {id(live) for live in moves.removed}
 
     @rule(number=st.integers(0, 99))
     def book(self, number: int) -> None:
@@ -84,7 +84,7 @@ class Table(RuleBasedStateMachine):
     @rule()
     def release_the_idle(self) -> None:
         for live in self.table.all():
-            if live.leaving and not live.load.in_flight:
+            if live.is_leaving and not live.load.in_flight:
                 self.table.release(live)
 
     @invariant()
@@ -101,12 +101,12 @@ class Table(RuleBasedStateMachine):
     @invariant()
     def those_of_the_configuration_stay_and_all_others_leave(self) -> None:
         wanted = {(pool, each.url) for pool, spec in self.current.pools.items() for each in spec.endpoints}
-        staying = {(live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving}
+        staying = {(live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.is_leaving}
         assert staying == wanted
         for pool, members in self.adoption.pools.items():
             cap = self.current.pools[pool].endpoints[0].max_concurrency
             assert all(each.endpoint.max_concurrency == cap for each in members)
-            assert any(each.load.available for each in members)
+            assert any(each.load.is_available for each in members)
 
 
 TestTable = Table.TestCase

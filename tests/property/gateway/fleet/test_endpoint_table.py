@@ -14,13 +14,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from gateway.config import Config
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.fleet.scrape import Reading
-from gateway.http.write_queue import Outbox
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.scrape import ScrapedLoad
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.relay import UpstreamBroke
-from gateway.protocol.stream_scan import Usage
-from policies.health.health import Event, is_unreachable
+from gateway.protocol.relay import UpstreamError
+from gateway.protocol.stream_scan import TokenUsage
+from policies.health.health import HealthEvent, is_unreachable
 from policies.model import Candidate, Pick, Request
 
 KINDS = ["reset", "timeout", "connect_failed", "status_500", "status_503", "engine_error", "ejected", "framing"]
@@ -40,9 +40,9 @@ class Bookings(RuleBasedStateMachine):
     async def _build(self) -> None:
         urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
         config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": urls}}})
-        self.table = EndpointTable(config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop))
+        self.table = EndpointTable(config, PrefixCacheView(bytes(32), 1 << 20, 256), Metrics(), Random(1), WriteQueue(self.loop))
         adoption = self.table.plan(config)
-        self.table.adopt(adoption)
+        self.table.apply(adoption)
         self.candidates: tuple[Candidate, ...] = adoption.pools["main"]
         self.lives = list(self.table.all())
 
@@ -71,35 +71,35 @@ class Bookings(RuleBasedStateMachine):
     @rule(booking=bookings)
     def first_token(self, booking: Booking) -> None:
         if booking in self.open:
-            booking.first_token()
+            booking.on_first_token()
             slot, prompt, cached, _ = self.open[booking]
             self.open[booking] = (slot, prompt, cached, True)
 
     @rule(booking=consumes(bookings), end=st.sampled_from(["served", "left", *KINDS]))
     def leave(self, booking: Booking, end: str) -> None:
-        with suppress(UpstreamBroke), booking:
+        with suppress(UpstreamError), booking:
             del self.open[booking]
             if end == "served":
-                booking.served(Usage(7, 3, 2))
+                booking.on_served(TokenUsage(7, 3, 2))
             elif end != "left":
-                booking.failed(UpstreamBroke(end, "test"))
-                booking.failed(UpstreamBroke(end, "told twice counts once"))
+                booking.on_failed(UpstreamError(end, "test"))
+                booking.on_failed(UpstreamError(end, "told twice counts once"))
 
     @rule(slot=st.integers(0, 2), status=st.sampled_from([200, 500, 503, None]))
     def probe(self, slot: int, status: int | None) -> None:
-        self.table.probed(self.lives[slot], status)
+        self.table.on_probe(self.lives[slot], status)
 
-    @rule(slot=st.integers(0, 2), event=st.sampled_from(list(Event)))
-    def happen(self, slot: int, event: Event) -> None:
-        self.table.happened(self.lives[slot], event)
+    @rule(slot=st.integers(0, 2), event=st.sampled_from(list(HealthEvent)))
+    def happen(self, slot: int, event: HealthEvent) -> None:
+        self.table.on_event(self.lives[slot], event)
 
     @rule(slot=st.integers(0, 2), running=st.none() | st.integers(0, 50), waiting=st.none() | st.integers(0, 50))
     def scrape(self, slot: int, running: int | None, waiting: int | None) -> None:
         load = self.candidates[slot].load
-        before = load.beyond
-        self.table.scraped(self.lives[slot], Reading(running, waiting, 0.5, None))
-        assert load.beyond == max(0, (running or 0) + (waiting or 0) - load.in_flight)
-        assert load.strangers == min(before, load.beyond)
+        before = load.unexplained_requests
+        self.table.on_scrape(self.lives[slot], ScrapedLoad(running, waiting, 0.5, None))
+        assert load.unexplained_requests == max(0, (running or 0) + (waiting or 0) - load.in_flight)
+        assert load.external_requests == min(before, load.unexplained_requests)
 
     @invariant()
     def loads_are_the_sum_of_open_bookings(self) -> None:
@@ -115,7 +115,7 @@ class Bookings(RuleBasedStateMachine):
         alive: list[Any] = [
             live for live in self.lives if live.health.state != "dead" and not is_unreachable(live.health)
         ]
-        assert bool(alive) == any(live.load.available for live in alive)
+        assert bool(alive) == any(live.load.is_available for live in alive)
 
 
 TestBookings = Bookings.TestCase

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.layout.reshard import Plan, plan
-from kvtransfer.transfer.receive_tracker import Arrivals
+from kvtransfer.layout.reshard import TransferPlan, plan_transfer
+from kvtransfer.transfer.receive_tracker import ReceiveTracker
 
 Words = NDArray[np.uint64]
 WORD = 8
@@ -90,9 +90,9 @@ def expected(layout: KvLayout, rank: int, blocks: list[int], spare: int, covered
     return memory
 
 
-def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes: int) -> int:
+def carry_out(made: TransferPlan, sources: list[Words], sinks: list[Words], window_bytes: int) -> int:
     """Copy window by window, with groups in any order. Returns the bytes written."""
-    arrivals, written = Arrivals(made), 0
+    arrivals, written = ReceiveTracker(made), 0
     for group in reversed(range(made.groups)):
         pairs = made.pairs(group)
         assert len(set(pairs)) == len(pairs)
@@ -107,7 +107,7 @@ def carry_out(made: Plan, sources: list[Words], sinks: list[Words], window_bytes
                 new[dst : dst + length] = old[src : src + length]
             written += n_bytes
             arrivals.land(group, pair, first, count)
-    assert arrivals.complete
+    assert arrivals.is_complete
     assert arrivals.n_bytes == made.n_bytes == written
     return written
 
@@ -124,15 +124,15 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     blocks = [
         data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts
     ]
-    made = plan(
+    made = plan_transfer(
         src,
         dst,
         *blocks,
         tokens,
         skip_tokens=skip,
         group_layers=data.draw(st.none() | st.integers(1, src.layers), "group_layers"),
-        most_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
-        most_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
+        max_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
+        max_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
     )
     assert (made.tokens.start, made.tokens.stop >= tokens) == (skip, True)
     assert any(made.tokens.stop - tokens < size for size in (src.block_tokens, dst.block_tokens))
@@ -164,7 +164,7 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
     """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
-    made = plan(src, dst, range(20), range(20), 4, group_layers=1)
+    made = plan_transfer(src, dst, range(20), range(20), 4, group_layers=1)
     load = np.zeros((src.pp, src.tp))
     for group in range(made.groups):
         for number, (src_rank, _) in enumerate(made.pairs(group)):

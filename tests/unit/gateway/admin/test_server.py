@@ -44,7 +44,7 @@ async def test_no_page_or_log_line_contains_a_secret(
 async def test_every_request_has_one_access_log_line_of_valid_json(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     async with house(2, observability={"access_log": str(log)}) as home:
-        home.groups[0].faults.set("5xx")
+        home.groups[0].faults.apply("5xx")
         for _ in range(4):
             await home.ask(stream=False)
     lines = [
@@ -77,16 +77,16 @@ async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drai
     async with house(2) as home:
         endpoints = home.app.gateway.endpoints
         first, second = endpoints.all()
-        endpoints.drain(first, wanted=True)
+        endpoints.set_drained(first, is_drained=True)
         assert await ready(home) == (200, "ready\n")
-        endpoints.drain(second, wanted=True)
+        endpoints.set_drained(second, is_drained=True)
         status, why = await ready(home)
         assert (status, "no endpoint is available" in why) == (503, True)
-        endpoints.drain(second, wanted=False)
+        endpoints.set_drained(second, is_drained=False)
         assert await ready(home) == (200, "ready\n")
-        home.app.draining = True
+        home.app.is_draining = True
         assert await ready(home) == (503, "draining\n")
-        home.app.draining = False
+        home.app.is_draining = False
 
 
 @pytest.mark.parametrize(("role", "out"), [("prefill", slice(0, 2)), ("decode", slice(2, 4))])
@@ -99,10 +99,10 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
         endpoints = running.app.gateway.endpoints
         one, other = endpoints.all()[out]
         url = running.app.admin_url + "/readyz"
-        endpoints.wedged(one)
+        endpoints.on_stall(one)
         async with running.http.get(url) as response:
             assert response.status == 200
-        endpoints.wedged(other)
+        endpoints.on_stall(other)
         async with running.http.get(url) as response:
             assert (response.status, await response.text()) == (
                 503,

@@ -301,7 +301,7 @@ class Front:
     def loads(self) -> list[int]:
         """Everything booked anywhere, and whatever is watched. All zero at rest."""
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
-        held = [gate.active, gate.body_bytes, gate.retries_running, handoffs.under_way, len(handoffs.transfers)]
+        held = [gate.active_requests, gate.body_bytes, gate.retries_running, handoffs.live_count, len(handoffs.transfers)]
         for live in self.app.gateway.endpoints.all():
             load = live.load
             held += [load.in_flight, load.prefill_tokens, load.decode_tokens, load.expected_tokens]

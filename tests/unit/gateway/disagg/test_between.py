@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.http.eager_task import Landing
-from gateway.http.upstream import Connection
+from gateway.http.eager_task import EagerFuture
+from gateway.http.upstream import UpstreamConnection
 from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.halves import (
@@ -46,7 +46,7 @@ async def test_a_prompt_is_believed_to_be_where_it_was_computed_and_only_there(c
         assert (await f.ask()).text == WHOLE
         await f.at_rest()
         endpoints = f.app.gateway.endpoints
-        held = [endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()]
+        held = [endpoints.prefixes.index.cached_tokens(live.load.slot) > 0 for live in endpoints.all()]
         assert held == [computed, True]
 
 
@@ -68,9 +68,9 @@ async def test_a_decoder_that_cannot_load_what_was_pushed_is_not_to_blame_when_i
 async def test_what_happens_while_something_is_done_is_heard_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode request has left, and then it failed: it was not out of reach."""
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
-        carry, failed = Connection.carry, list[Connection]()
+        carry, failed = UpstreamConnection.start, list[UpstreamConnection]()
 
-        def fails_once(self: Connection, head: bytes, payload: Any, *to: Any) -> Landing:
+        def fails_once(self: UpstreamConnection, head: bytes, payload: Any, *to: Any) -> EagerFuture:
             if not failed and b'"remote_engine_id":"engine-p"' in payload.body.replace(b" ", b""):
                 failed.append(self)
                 raise RuntimeError("as asked")
@@ -78,7 +78,7 @@ async def test_what_happens_while_something_is_done_is_heard_in_its_order(monkey
 
         while not all(half.asked for half in f.decode):  # from now on either has an idle connection
             assert (await f.ask()).text == WHOLE
-        replace_method(monkeypatch, Connection, "carry", fails_once)
+        replace_method(monkeypatch, UpstreamConnection, "carry", fails_once)
         assert (await f.ask()).text == WHOLE
         assert len(failed) == 1
         assert f.metric("penstock_split_legs_total", role="decode", outcome="broke") == 1

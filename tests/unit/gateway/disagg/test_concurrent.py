@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from gateway.http.upstream import Connection, Upstream
+from gateway.http.upstream import ConnectionPool, UpstreamConnection
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.bootstraps import bootstrap_server, page
@@ -181,9 +181,9 @@ class Connecting:
     def __init__(self, f: Front, monkeypatch: pytest.MonkeyPatch, *halves: Half) -> None:
         held = {live.upstream for live in f.app.gateway.endpoints.all() if live.endpoint.url in {h.url for h in halves}}
         self._left, self._all_begun = len(held), asyncio.Event()
-        connect = Upstream.connect
+        connect = ConnectionPool.connect
 
-        async def slowly(to: Upstream) -> Connection:
+        async def slowly(to: ConnectionPool) -> UpstreamConnection:
             if to in held:
                 self._left -= 1
                 if not self._left:
@@ -191,7 +191,7 @@ class Connecting:
                 await asyncio.Event().wait()
             return await connect(to)
 
-        replace_method(monkeypatch, Upstream, "connect", slowly)
+        replace_method(monkeypatch, ConnectionPool, "connect", slowly)
 
     async def begun(self) -> None:
         await self._all_begun.wait()
@@ -339,7 +339,7 @@ async def test_a_decoder_that_fails_every_handoff_and_cannot_do_without_one_is_h
             if f.blamed(f.decode[0]) == 3:
                 break
         broken = next(live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name)
-        assert not broken.load.available, "three failures in a row, then it is ejected"
+        assert not broken.load.is_available, "three failures in a row, then it is ejected"
         assert f.blamed(f.decode[1]) == f.blamed(f.prefill[0]) == f.blamed(f.prefill[1]) == 0
         await f.at_rest()
 
@@ -392,7 +392,7 @@ async def test_a_push_whose_prefill_broke_is_never_left_waiting_and_the_engine_i
         await within(1, waiting.closed.wait())
         assert (await asking).text == WHOLE
         assert "kv_transfer_params" not in f.decode[0].asked[2].json
-        f.app.gateway.endpoints.all()[0].load.available = True
+        f.app.gateway.endpoints.all()[0].load.is_available = True
         assert (await f.ask()).text == WHOLE
         assert f.decode[0].asked[3].json["kv_transfer_params"]["remote_engine_id"] == "engine-reborn"
         await f.at_rest()

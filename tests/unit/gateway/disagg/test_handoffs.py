@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gateway.disagg.handoffs import TAKEN_S, Handoffs
+from gateway.disagg.handoffs import RELEASE_TIMEOUT_S, Handoffs
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
-from gateway.http.write_queue import Outbox
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from tests.replaced import stand_in
 from tests.scraped import total
@@ -19,7 +19,7 @@ from tests.unit.gateway.disagg.wires import There, Wire
 
 
 def made(there: There | None = None, rng: Any = None) -> Handoffs:
-    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or There()))
+    return Handoffs(Metrics(), rng or Random(1), stand_in(WriteQueue, there or There()))
 
 
 def pair(prefill: str = "p", decode: str = "d") -> Any:
@@ -36,7 +36,7 @@ async def test_a_request_that_frees_kv_is_done_with_when_it_has_ended() -> None:
     wire = Wire()
     there = There(wire)
     handoffs = made(there)
-    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     assert wire.carried == [b"head body"]
     assert len(handoffs._running) == 1
     wire.ends()
@@ -48,8 +48,8 @@ async def test_a_request_that_frees_kv_has_its_time_and_no_more() -> None:
     wire = Wire()
     there = There(wire)
     handoffs = made(there)
-    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
-    assert [delay_s for delay_s, _ in there.loop.later] == [TAKEN_S]
+    handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    assert [delay_s for delay_s, _ in there.loop.later] == [RELEASE_TIMEOUT_S]
     there.loop.pass_by()
     assert wire.aborted
     assert not handoffs._running
@@ -60,7 +60,7 @@ async def test_with_the_gateway_they_end() -> None:
     there = There(*wires)
     handoffs = made(there)
     for _ in wires:
-        handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+        handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     handoffs.close()
     assert all(wire.aborted for wire in wires)
 
@@ -107,10 +107,10 @@ def test_who_left_while_another_was_told_is_not_told() -> None:
 def test_no_two_handoffs_that_live_have_one_number() -> None:
     drawn = iter([7, 1 << 50, 1 << 50, 1 << 51, 1 << 50])
     handoffs = made(rng=SimpleNamespace(getrandbits=lambda bits: next(drawn)))
-    assert [handoffs.number(), handoffs.number()] == [1 << 50, 1 << 51]
-    assert handoffs.under_way == 2
-    handoffs.give_back(1 << 50)
-    assert handoffs.number() == 1 << 50
+    assert [handoffs.take_number(), handoffs.take_number()] == [1 << 50, 1 << 51]
+    assert handoffs.live_count == 2
+    handoffs.give_back_number(1 << 50)
+    assert handoffs.take_number() == 1 << 50
 
 
 # ---- figures of a pair
@@ -120,7 +120,7 @@ def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> Non
     record = SplitRecord("split")
     record.prefill_sent_at, record.prefilled_at, record.transport = 1.0, 3.0, transport
     relay: Any = SimpleNamespace(first_token_at=3.5)
-    handoffs.ended(pair(), handoffs.figures(pair()), state, record, relay)
+    handoffs.count_attempt(pair(), handoffs.figures(pair()), state, record, relay)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +148,5 @@ def test_with_an_endpoint_its_pairs_go() -> None:
     handoffs = made()
     for names in (("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")):
         handoffs.figures(pair(*names))
-    handoffs.removed("d")
+    handoffs.forget_endpoint("d")
     assert list(handoffs.pairs) == [("p", "e"), ("q", "e")]

@@ -12,11 +12,11 @@ async def test_it_reports_its_end_and_then_keeps_no_callbacks() -> None:
     leg = leg_to(There(wire), told)
     leg.start()
     assert wire.carried == [b"head body"]
-    leg.relay.on_first = lambda: None
+    leg.relay.on_first_token = lambda: None
     wire.ends()
     assert told.ends == [None]
-    assert leg.over
-    assert leg.relay.on_first is None
+    assert leg.is_over
+    assert leg.relay.on_first_token is None
     leg.close()
     assert not wire.aborted
 
@@ -56,7 +56,7 @@ async def test_closed_it_is_heard_of_no_more_and_its_connection_ends() -> None:
     leg.close()
     assert wire.aborted
     assert wire.done.cancelled()
-    assert leg.over
+    assert leg.is_over
     assert told.ends == []
 
 
@@ -89,10 +89,10 @@ async def test_left_alone_it_is_closed_by_its_first_token_but_not_within_that_ca
     leg = leg_to(there, told)
     leg.start()
     leg.close_in(5.0)
-    assert leg.over
+    assert leg.is_over
     assert [delay_s for delay_s, _ in there.loop.later] == [5.0]
-    assert leg.relay.on_first is not None
-    leg.relay.on_first()
+    assert leg.relay.on_first_token is not None
+    leg.relay.on_first_token()
     assert not wire.aborted
     there.loop.pass_by()
     assert wire.aborted
@@ -105,7 +105,7 @@ async def test_closed_later_with_a_callback_it_goes_on_until_its_time_is_over() 
     leg = leg_to(there, told)
     leg.start()
     leg.close_in(5.0, other)
-    assert leg.relay.on_first is None
+    assert leg.relay.on_first_token is None
     wire.ends()
     assert (told.ends, other.ends) == ([], [None])
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.disagg.attempt import PairAttempt
-from gateway.disagg.leg_requests import Words
+from gateway.disagg.leg_requests import LegRequests
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Reservation
-from gateway.telemetry.accounting import Accounts
+from gateway.telemetry.accounting import Accounting
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.halves import (
@@ -201,7 +201,7 @@ async def test_a_request_that_the_decoder_calls_wrong_is_answered_so_and_its_kv_
 
 async def test_a_decoder_that_cannot_be_reached_passes_the_handoff_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Exchange] = []
-    replace_method(monkeypatch, Accounts, "close", lambda _, x, *__: ended.append(x))
+    replace_method(monkeypatch, Accounting, "close", lambda _, x, *__: ended.append(x))
     async with front(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
@@ -219,12 +219,12 @@ async def test_a_decoder_that_refuses_connections_costs_no_turn_of_the_retry_bud
     budget = {"budget": 0, "floor": 1, "attempts": 1}
     async with front(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
         gate = f.app.gateway.gate
-        assert gate.retry_at_once(), "another request's"
+        assert gate.try_acquire_retry(), "another request's"
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # so that the other is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        gate.give_back_turn()
+        gate.release_retry()
         assert (len(f.prefill[0].asked), len(f.decode[1].asked)) == (1, 1), "the same handoff"
         assert f.blamed(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
@@ -457,7 +457,7 @@ async def test_a_pair_that_fails_at_its_booking_leaves_nothing_behind(monkeypatc
             replace_method(broken, Exchange, "booked", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
-        assert f.app.gateway.handoffs.under_way == 0
+        assert f.app.gateway.handoffs.live_count == 0
         assert (await f.ask()).text == WHOLE
 
 
@@ -470,7 +470,7 @@ async def test_a_pair_that_fails_at_an_answer_of_one_of_them_ends_and_leaves_not
 
     async with front(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Words, name, fails)
+            replace_method(broken, LegRequests, name, fails)
             assert (await f.ask()).status == 500
         assert f.metric("penstock_split_pairs_total", result="failed") == 1
         await f.at_rest()

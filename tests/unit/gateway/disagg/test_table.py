@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from gateway.disagg.attempt import _ROWS
-from gateway.disagg.state_machine import ENDS, KEPT, TABLE, Act, Event, State
+from gateway.disagg.state_machine import END_STATES, LIVE_STATES, TABLE, Act, Event, State
 
-LIVE = sorted(KEPT)
+LIVE = sorted(LIVE_STATES)
 
 
 @pytest.mark.parametrize("state", LIVE)
 def test_every_state_has_an_owner_and_a_deadline_and_leads_somewhere(state: State) -> None:
-    assert len(KEPT[state]) == 2
+    assert len(LIVE_STATES[state]) == 2
     assert any(at is state for at, _ in TABLE)
 
 
-@pytest.mark.parametrize("state", sorted(ENDS))
+@pytest.mark.parametrize("state", sorted(END_STATES))
 def test_ends_lead_nowhere(state: State) -> None:
     assert not any(at is state for at, _ in TABLE)
 
 
-@pytest.mark.parametrize("state", sorted(ENDS))
+@pytest.mark.parametrize("state", sorted(END_STATES))
 def test_whatever_comes_after_an_end_changes_nothing(state: State) -> None:
     assert _ROWS[state] == dict.fromkeys(Event, (state, None, ()))
 
@@ -33,7 +33,7 @@ def test_every_event_and_every_act_is_used() -> None:
 
 def test_every_state_is_reached_and_an_end_is_reached_from_everywhere() -> None:
     assert {row.state for row in TABLE.values()} | {State.BOOKED} == set(State)
-    ending = set(ENDS)
+    ending = set(END_STATES)
     for _ in State:
         ending |= {at for (at, _), row in TABLE.items() if row.state in ending}
     assert ending == set(State)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import Inbox
-from gateway.http.eager_task import Landing, landing
-from gateway.http.upstream import Upstream
-from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.http.eager_task import EagerFuture, new_future
+from gateway.http.upstream import ConnectionPool
+from gateway.protocol.relay import Relay, UpstreamError
 from tests.replaced import stand_in
 
 
@@ -43,15 +43,15 @@ class Wire:
         self.aborted = False
         self.bug: Exception | None = None
 
-    def carry(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> Landing:
+    def carry(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> EagerFuture:
         if self.bug is not None:
             raise self.bug
         self.carried.append(head + payload.body)
-        self.done = landing(asyncio.get_running_loop())
+        self.done = new_future(asyncio.get_running_loop())
         return self.done
 
     def ends(self, kind: str = "") -> None:
-        self.done.land(UpstreamBroke(kind, "as asked") if kind else None)
+        self.done.resolve(UpstreamError(kind, "as asked") if kind else None)
 
     def abort(self) -> None:
         self.aborted = True
@@ -72,7 +72,7 @@ class There:
         return self.idle.pop() if self.idle else None
 
     async def connect(self) -> Wire:
-        self.gate = landing(asyncio.get_running_loop())
+        self.gate = new_future(asyncio.get_running_loop())
         try:
             await self.gate
         except asyncio.CancelledError:
@@ -83,7 +83,7 @@ class There:
         return self.made[-1]
 
     def open(self) -> None:
-        self.gate.land()
+        self.gate.resolve()
 
 
 class Told:
@@ -92,9 +92,9 @@ class Told:
     def __init__(self) -> None:
         self.ends: list[str | None] = []
 
-    def __call__(self, leg: Leg, problem: UpstreamBroke | None) -> None:
+    def __call__(self, leg: Leg, problem: UpstreamError | None) -> None:
         self.ends.append(None if problem is None else problem.kind)
 
 
 def leg_to(there: There, told: Told) -> Leg:
-    return Leg(stand_in(Upstream, there), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), told)
+    return Leg(stand_in(ConnectionPool, there), b"head ", b"body", Relay(b"", is_http_1_0=True), ResponseBuffer(), told)

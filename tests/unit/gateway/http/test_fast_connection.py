@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.aiohttp_connection import Lobby
+from gateway.http.aiohttp_connection import AiohttpConnection
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.halves import front, holds, prefills
 from tests.unit.gateway.http.connection_harness import (
@@ -171,7 +171,7 @@ async def test_closing_when_idle_waits_for_the_current_response() -> None:
     transport = FakeTransport(connection)
     connection.connection_made(transport)
     connection.data_received(request())
-    closed = connection.finish()
+    closed = connection.close_when_idle()
     assert not transport.closed
     await turns()
     assert transport.closed
@@ -192,8 +192,8 @@ async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> No
     connection.paused_at = since = 7.0
     connection.data_received(ODD[1])
     fallback = transport.protocol
-    assert isinstance(fallback, Lobby)
-    assert fallback.writing_paused
+    assert isinstance(fallback, AiohttpConnection)
+    assert fallback.is_writing_paused
     assert fallback.paused_at == since
     transport.close()
     await turns()
@@ -217,9 +217,9 @@ async def test_a_closing_connection_lets_a_slow_client_finish_reading() -> None:
     connection = harness.fast_connection()
     transport = SlowTransport(connection)
     connection.connection_made(transport)
-    connection.since = monotonic() - 100  # an old connection; only the time of closing matters
+    connection.phase_since = monotonic() - 100  # an old connection; only the time of closing matters
     connection.data_received(request())
-    connection.finish()
+    connection.close_when_idle()
     await turns()
     assert transport.closed
     patience_s = harness.limits.slow_reader
@@ -274,7 +274,7 @@ async def test_a_client_that_leaves_with_bytes_unread_is_noticed(
         received = await running.decode[0].was_asked()
         writer.write(request(b"x" * 100_000))
         async with asyncio.timeout(PATIENCE_S):
-            while not any(connection._reading_paused for connection in running.app.fronts):
+            while not any(connection._reading_paused for connection in running.app.connections):
                 await asyncio.sleep(0.001)
         if reset:
             writer.get_extra_info("socket").setsockopt(

@@ -43,7 +43,7 @@ async def test_a_prompt_that_fits_only_an_engine_that_failed_is_not_too_long() -
 async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None:
     async with whole([decodes, decodes], contexts=[SHORT, LONG]) as running:
         endpoints = running.app.gateway.endpoints
-        endpoints.drain(next(each for each in endpoints.all() if each.endpoint.context_tokens == LONG), wanted=True)
+        endpoints.set_drained(next(each for each in endpoints.all() if each.endpoint.context_tokens == LONG), is_drained=True)
         reply = await running.ask(words=400)
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_capacity")
         assert (await running.ask(words=3)).status == 200

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from policies.health.health import State
+from policies.health.health import HealthState
 from tests.unit.gateway.disagg.halves import (
     MODEL,
     TEXT,
@@ -67,7 +67,7 @@ async def test_an_engine_that_fails_its_check_is_ejected_and_costs_no_attempt() 
         replies = [await running.ask(words=3) for _ in range(2)]
         assert [reply.status for reply in replies] == [200] * 2
         states = [live.health.state for live in running.app.gateway.endpoints.all()]
-        assert states.count(State.EJECTED) == 3
+        assert states.count(HealthState.EJECTED) == 3
         await running.at_rest()
 
 

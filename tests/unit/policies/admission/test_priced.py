@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import Admit, DrainRate, Outcome, Shed, Wait
-from policies.admission.priced import Priced, PricedAdmission
+from policies.admission.admission import Admit, DrainRate, RequestOutcome, Shed, Wait
+from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
-from policies.model import STANDARD, Ask, Candidate, Pick, Slo
-from policies.prefix.fingerprint import of_chain
+from policies.model import STANDARD, Candidate, Pick, RoutingQuery, Slo
+from policies.prefix.fingerprint import fingerprint_of_chain
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
@@ -25,15 +25,15 @@ def measured() -> DrainRate:
 
 
 def admission(**params: Any) -> PricedAdmission:
-    return PricedAdmission(Priced(**params))
+    return PricedAdmission(PricedAdmissionParams(**params))
 
 
 def asking(
     prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any
-) -> Ask:
+) -> RoutingQuery:
     """Return a query; a `prompt` other than 0 identifies its content."""
     question = ask(prompt_tokens, now=now, seed=seed)
-    print_ = of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
+    print_ = fingerprint_of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
     return replace(
         question, request=replace(question.request, arrived_s=now, **request), fingerprint=print_
     )
@@ -51,7 +51,7 @@ def refused(
     made: PricedAdmission, candidates: list[Candidate], view: View, tries: int = 400, **asked: Any
 ) -> float:
     """Return the share of equal queries that is refused by price."""
-    verdicts = [made.judge(asking(seed=seed, **asked), candidates, view) for seed in range(tries)]
+    verdicts = [made.decide(asking(seed=seed, **asked), candidates, view) for seed in range(tries)]
     return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
 
 
@@ -65,7 +65,7 @@ def overload(
     """Let a tenant request, and get, more than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
-        made.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
+        made.on_booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
     made.tick(NOW, candidates)
 
 
@@ -87,15 +87,15 @@ def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
 def test_an_impossible_budget_sets_no_price_for_others(before: int) -> None:
     made, fleet = admission(), queued(0.2)
     for _ in range(before):
-        made.judge(asking(), fleet, View())
-    made.judge(asking(slo=Slo(ttft_s=0.001)), fleet, View())
+        made.decide(asking(), fleet, View())
+    made.decide(asking(slo=Slo(ttft_s=0.001)), fleet, View())
     assert refused(made, fleet, View()) == 0
 
 
 def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
     made, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
     for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
-        made.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
+        made.on_booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
     made.tick(NOW, fleet)
     assert refused(made, fleet, view) == 0
 
@@ -103,7 +103,7 @@ def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
 def test_budgets_up_to_ten_times_as_tight_as_the_typical_one_count_in_full() -> None:
     made, fleet, mean = admission(), queued(0.0), 0.2
     for ttft_s in (5.0, 60.0, 2.0, 0.5, 86_400.0, 1.0):
-        made.judge(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
+        made.decide(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
         mean += 0.02 * (1.0 / ttft_s - mean)
     assert made._budget == pytest.approx(mean, rel=1e-12)
 
@@ -163,7 +163,7 @@ def test_waiting_requests_count_at_the_pace_of_the_endpoints() -> None:
 def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_have() -> None:
     made, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
     relaxed = asking(slo=Slo(tpot_s=1.0))
-    made.booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
+    made.on_booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
     made.tick(NOW, fleet)
     assert refused(made, fleet, view) == 0
 
@@ -172,10 +172,10 @@ def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_
     None
 ):
     made, fleet = admission(), answering(0.01, count=4)
-    assert made.judge(asking(), fleet, View()) == Admit()
+    assert made.decide(asking(), fleet, View()) == Admit()
     for _ in range(40):
-        made.booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
-    assert isinstance(made.judge(asking(), fleet, View()), Wait)
+        made.on_booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
+    assert isinstance(made.decide(asking(), fleet, View()), Wait)
 
 
 def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
@@ -185,7 +185,7 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
     for seed in range(600):
         for prompt_tokens, seen in verdicts.items():
             seen.append(
-                isinstance(made.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
+                isinstance(made.decide(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
             )
     short, middle, long = (sum(seen) / len(seen) for seen in verdicts.values())
     assert short < middle < 0.2 < long < 0.9
@@ -243,12 +243,12 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
     plain = refused(made, fleet, View())
     assert refused(made, fleet, View(), tries=50, priority=3) < plain - 0.2
     assert refused(made, fleet, View(), tries=50, slo=Slo(weight=10.0)) < plain - 0.2
-    warm = [replace(asking(seed=seed), cached=(600, 0)) for seed in range(400)]
-    assert sum(isinstance(made.judge(each, fleet, View()), Shed) for each in warm) / 400 < plain
+    warm = [replace(asking(seed=seed), cached_by_slot=(600, 0)) for seed in range(400)]
+    assert sum(isinstance(made.decide(each, fleet, View()), Shed) for each in warm) / 400 < plain
 
 
 def test_a_price_refusal_reports_queue_work_and_odds() -> None:
-    verdict = shed(admission().judge(asking(), queued(12.0), View(drain=measured())))
+    verdict = shed(admission().decide(asking(), queued(12.0), View(drain=measured())))
     assert verdict.reason == "price"
     # nothing was booked yet, so the completed work per second is unknown
     assert verdict.retry_after_s is None
@@ -264,7 +264,7 @@ def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
     back = [
         verdict.retry_after_s
         for seed in range(60)
-        if isinstance(verdict := made.judge(asking(seed=seed, prompt=seed + 1), fleet, view), Shed)
+        if isinstance(verdict := made.decide(asking(seed=seed, prompt=seed + 1), fleet, view), Shed)
     ]
     assert all(seconds is not None and 1.0 <= seconds <= 60.0 for seconds in back)
     assert len({round(seconds, 1) for seconds in back if seconds is not None}) > len(back) / 2
@@ -274,28 +274,28 @@ def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
     view = View(drain=measured())
-    first = shed(made.judge(asking(prompt=7), fleet, view))
+    first = shed(made.decide(asking(prompt=7), fleet, view))
     assert first.retry_after_s is not None
-    early = shed(made.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
+    early = shed(made.decide(asking(prompt=7, now=NOW + 0.2), fleet, view))
     assert early.reason == "early"
     assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
     assert f"which is in {early.retry_after_s:.1f} s" in early.detail
     for each in fleet:
-        each.load.ready_at += first.retry_after_s
+        each.load.prefill_done_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
     # there is a queue, but its share of the capacity is reserved
-    assert made.judge(due, fleet, view) == Admit()
-    assert made.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
+    assert made.decide(due, fleet, view) == Admit()
+    assert made.decide(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
 def test_no_retry_is_early_after_the_load_has_gone() -> None:
     made, fleet = admission(), queued(12.0)
     overload(made, fleet, requests=50)
     view = View(drain=measured())
-    assert shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
-    assert not isinstance(made.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
+    assert shed(made.decide(asking(prompt=7), fleet, view)).retry_after_s is not None
+    assert not isinstance(made.decide(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
     # its reservation is used up
-    assert shed(made.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
+    assert shed(made.decide(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
 
 
 def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -> None:
@@ -304,9 +304,9 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
         overload(made, fleet)
         view = View(drain=measured())
         for seed in range(probes):
-            probe = replace(asking(40_000, seed=seed), returns=False)
-            assert shed(made.judge(probe, fleet, view)).retry_after_s is None
-        return shed(made.judge(asking(prompt=7), fleet, view)).retry_after_s
+            probe = replace(asking(40_000, seed=seed), can_return=False)
+            assert shed(made.decide(probe, fleet, view)).retry_after_s is None
+        return shed(made.decide(asking(prompt=7), fleet, view)).retry_after_s
 
     assert told(0) is not None
     assert told(50) == told(0)
@@ -314,7 +314,7 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
 
 def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
     verdict = shed(
-        admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured()))
+        admission().decide(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured()))
     )
     assert verdict.reason == "deadline"
     assert verdict.detail.startswith(
@@ -326,47 +326,47 @@ def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None
     made = admission()
     view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
-    verdict = shed(made.judge(late, queued(2.0), view))
+    verdict = shed(made.decide(late, queued(2.0), view))
     assert verdict.reason == "ttft"
     assert verdict.detail.startswith("The first token was due in 1.0 s and is expected in 2.")
     view.waiting_s = 0.1
-    assert isinstance(made.judge(late, queued(2.0), view), Wait)
+    assert isinstance(made.decide(late, queued(2.0), view), Wait)
 
 
 def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
     made = admission()
-    assert isinstance(made.judge(asking(), queued(2.0), View()), Wait)
+    assert isinstance(made.decide(asking(), queued(2.0), View()), Wait)
     one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
-    assert isinstance(made.judge(asking(), one_free, View()), Admit)
+    assert isinstance(made.decide(asking(), one_free, View()), Admit)
 
 
 def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
     made, fleet = admission(), queued(0.0, count=1)
-    assert isinstance(made.judge(asking(), fleet, View()), Admit)
-    made.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
-    assert not made.calm
-    assert isinstance(made.judge(asking(), fleet, View()), Wait)
-    assert isinstance(made.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
+    assert isinstance(made.decide(asking(), fleet, View()), Admit)
+    made.on_booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
+    assert not made.is_calm
+    assert isinstance(made.decide(asking(), fleet, View()), Wait)
+    assert isinstance(made.decide(asking(now=NOW + 30.0), fleet, View()), Admit)
 
 
 def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
     made, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
-        assert not isinstance(made.judge(question, fleet, View()), Shed)
-        made.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
-    verdict = shed(made.judge(asking(100_000, session="new"), fleet, View()))
+        assert not isinstance(made.decide(question, fleet, View()), Shed)
+        made.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    verdict = shed(made.decide(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
     assert "8 active sessions use 800000 tokens" in verdict.detail
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
-    assert not isinstance(made.judge(asking(100_000, session="s3"), fleet, View()), Shed)
-    assert not isinstance(made.judge(asking(100_000), fleet, View()), Shed)
+    assert not isinstance(made.decide(asking(100_000, session="s3"), fleet, View()), Shed)
+    assert not isinstance(made.decide(asking(100_000), fleet, View()), Shed)
 
 
 def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
     made, fleet = admission(), queued(6.0)
     overload(made, fleet, "loud")
-    made.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    made.on_booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
     made.tick(NOW, fleet)
     assert refused(made, fleet, View(), tenant="loud") > 0.5
     assert refused(made, fleet, View(), tenant="quiet") == 0
@@ -375,30 +375,30 @@ def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
 def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     made, idle = admission(), queued(0.0)
     made.tick(NOW, idle)
-    assert made.calm
+    assert made.is_calm
     made.tick(NOW, queued(2.0))
-    assert not made.calm
+    assert not made.is_calm
     made.tick(NOW + 60, idle)
-    assert made.calm
+    assert made.is_calm
     made.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
-    assert not made.calm
-    made.ended(asking(session="s").request, Outcome(NOW + 1, 0.1, 0.01, 100, 0))
+    assert not made.is_calm
+    made.ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     made.tick(NOW + 61, idle)
-    assert not made.calm  # it may come back
+    assert not made.is_calm  # it may come back
     made.tick(NOW + 400, idle)
-    assert made.calm
+    assert made.is_calm
 
 
 def test_no_request_waits_without_an_endpoint() -> None:
-    assert shed(admission().judge(asking(), [], View(capacity=0))).reason == "no_capacity"
+    assert shed(admission().decide(asking(), [], View(capacity=0))).reason == "no_capacity"
     down = [candidate(0, available=False)]
-    assert shed(admission().judge(asking(), down, View(capacity=24))).reason == "no_capacity"
+    assert shed(admission().decide(asking(), down, View(capacity=24))).reason == "no_capacity"
 
 
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().judge(replace(asking(), rng=each), queued(5.5), View(drain=measured()))
+        admission().decide(replace(asking(), rng=each), queued(5.5), View(drain=measured()))
         for each in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

@@ -14,9 +14,9 @@ from tests.chaos.house import House, house
 from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
 from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
-from tools.monitoring.dashboards import BOARDS, family_of
+from tools.monitoring.dashboards import BOARDS, family_name
 from tools.monitoring.files import queries
-from tools.monitoring.promql import asked, grouped
+from tools.monitoring.promql import grouping_labels, selectors
 
 GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus adds to every series."""
@@ -54,7 +54,7 @@ async def a_little_of_everything(home: House) -> None:
     favourite = next(
         each for each in home.groups if each.url.endswith(last.headers["x-penstock-endpoint"])
     )
-    favourite.faults.set("5xx")
+    favourite.faults.apply("5xx")
     for _ in range(8):
         await home.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
@@ -63,7 +63,7 @@ async def a_little_of_everything(home: House) -> None:
         ):  # the last request may have gone to the other endpoint
             await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
     for member in home.groups:
-        member.faults.set("stall")
+        member.faults.apply("stall")
     waiting = [asyncio.create_task(home.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
         while not home.metric("penstock_shed_total"):
@@ -88,24 +88,24 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
         await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
         await scraped(halves, seen)
     seen["up"] = set()
-    for name in rules.recorded():
+    for name in rules.recorded_names():
         seen[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {each.name for each in asked(query)}
-        families = names if query in by_hand() else {family_of(name) for name in names}
+        names = {each.name for each in selectors(query)}
+        families = names if query in by_hand() else {family_name(name) for name in names}
         assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
         excused = (
             WITHOUT_A_CHILD.keys()
             if query in by_hand()
             else {name for name in names if not seen.get(name)}
         )
-        for each in asked(query):
+        for each in selectors(query):
             if each.name not in excused:
                 assert each.labels <= seen[each.name] | GIVEN, (
                     f"{where}: {each.labels - seen[each.name]}"
                 )
         if not names & excused:
-            assert grouped(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
+            assert grouping_labels(query) <= set().union(*(seen[name] for name in names)) | GIVEN, where
     for name in WITHOUT_A_CHILD:
         assert not seen[name], f"{name} has children now: it needs no excuse any more"
 

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.tree import EndpointTraits
-from gateway.fleet.discovery.dns import Dns
-from gateway.fleet.discovery.file_list import Listed
-from gateway.fleet.discovery.kubernetes import Account, Slices
-from gateway.fleet.discovery.source import Found, Source, specs
+from gateway.fleet.discovery.dns import DnsSource
+from gateway.fleet.discovery.file_list import FileSource
+from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
+from gateway.fleet.discovery.source import DiscoveredEndpoints, Source, specs_for
 from tests.fair_time import PATIENCE_S
 
 TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
@@ -35,7 +35,7 @@ class Naps:
         await asyncio.sleep(0)
 
 
-def urls(found: Found) -> list[str]:
+def urls(found: DiscoveredEndpoints) -> list[str]:
     return [each.url for each in found]
 
 
@@ -51,7 +51,7 @@ async def first(source: Source, count: int) -> list[list[str]]:
 
 
 def test_addresses_become_sorted_endpoints_with_the_shared_traits() -> None:
-    found = specs(
+    found = specs_for(
         [("10.0.0.2", 8000), ("10.0.0.1", 8000), ("fd00::1", 8000), ("10.0.0.2", 8000)], TRAITS
     )
     assert urls(found) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
@@ -77,7 +77,7 @@ async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -
         return answer
 
     naps = Naps()
-    said = await first(Dns("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2)
+    said = await first(DnsSource("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2)
     assert said == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
     assert len(naps.asked_s) == 4
     assert all(8.0 <= each <= 12.0 for each in naps.asked_s)
@@ -85,7 +85,7 @@ async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -
 
 
 async def test_the_systems_resolver_is_the_default() -> None:
-    assert await first(Dns("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [
+    assert await first(DnsSource("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [
         ["http://127.0.0.1:9009"]
     ]
 
@@ -114,7 +114,7 @@ async def test_a_changed_file_is_read_and_an_invalid_one_changes_nothing(tmp_pat
 
     said = []
     async with asyncio.timeout(PATIENCE_S):
-        async for found in Listed(file, TRAITS, nap).watch():
+        async for found in FileSource(file, TRAITS, nap).watch():
             said.append([(each.url, each.max_concurrency, each.name) for each in found])
             if len(said) == 2:
                 break
@@ -141,7 +141,7 @@ async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
 
     said = []
     with suppress(asyncio.CancelledError):
-        async for found in Listed(file, TRAITS, nap).watch():
+        async for found in FileSource(file, TRAITS, nap).watch():
             said.append(urls(found))  # noqa: PERF401  # what was said before the end counts
     assert said == [["http://127.0.0.1:9001"]]
     assert [
@@ -188,7 +188,7 @@ class Server:
 
 
 @asynccontextmanager
-async def api(folder: Path) -> AsyncIterator[tuple[Server, Slices, Naps]]:
+async def api(folder: Path) -> AsyncIterator[tuple[Server, KubernetesSource, Naps]]:
     server, naps = Server(), Naps()
     app = web.Application()
     app.router.add_get("/{path:.*}", server.answer)
@@ -198,11 +198,11 @@ async def api(folder: Path) -> AsyncIterator[tuple[Server, Slices, Naps]]:
     await site.start()
     (folder / "token").write_text("the-token\n")
     (folder / "namespace").write_text("models\n")
-    account = Account(f"http://127.0.0.1:{runner.addresses[0][1]}", folder)
+    account = ServiceAccount(f"http://127.0.0.1:{runner.addresses[0][1]}", folder)
     try:
         yield (
             server,
-            Slices(Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps),
+            KubernetesSource(Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps),
             naps,
         )
     finally:

@@ -9,29 +9,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
     FrameError,
+    FrameKind,
     FrameLimits,
-    Kind,
-    Proof,
-    frame,
+    PayloadProof,
+    encode_frame,
+    encode_trailer,
     pack_head,
-    trailer,
 )
-from kvtransfer.transports.stream.seal import Seal, SealBroken
+from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, KEY, SIZE, Pipe, pipe, scattered
 
 PROOFS = ["none", "xxh3", "gcm"]
-WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+WHOLE = ByteRuns(np.array([0]), np.array([0]), np.array([SIZE]))
 
 
 def seal(made: Pipe) -> None:
     pytest.importorskip("cryptography")
-    made.out.seal, made.inn.seal = Seal(KEY), Seal(KEY)
+    made.out.seal, made.inn.seal = WindowSeal(KEY), WindowSeal(KEY)
 
 
 @contextlib.contextmanager
@@ -45,8 +45,8 @@ def piped(proof: str):
 def wire(made: Pipe) -> bytearray:
     """Return everything that the source sends."""
     data = bytearray()
-    while not made.out.idle:
-        made.out.pump()
+    while not made.out.is_idle:
+        made.out.send_available()
         with contextlib.suppress(BlockingIOError):
             while part := made.far.recv(1 << 20):
                 data += part
@@ -80,13 +80,13 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
         parts = [runs.cut(first, min(7, runs.count - first)) for first in range(0, runs.count, 7)]
         heads = []
         for at, part in enumerate(parts):
-            made.out.queue(frame(Kind.MESSAGE, bytes([at]) * (1 + at * 9000)))
+            made.out.queue(encode_frame(FrameKind.MESSAGE, bytes([at]) * (1 + at * 9000)))
             heads.append(made.put(part, first=at))
         made.flow()
-        said = [header for kind, header in made.ear.heard if kind is Kind.MESSAGE]
+        said = [header for kind, header in made.ear.heard if kind is FrameKind.MESSAGE]
         assert said == [bytes([at]) * (1 + at * 9000) for at in range(len(parts))]
         assert [item for item in made.ear.heard if isinstance(item[0], WindowHead)] == [
-            (h, Verdict.OK) for h in heads
+            (h, WindowVerdict.OK) for h in heads
         ]
         assert made.sent == heads
         assert np.array_equal(made.sink.bytes, made.expected(runs))
@@ -101,7 +101,7 @@ def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(
         runs = scattered(7, count, longest)
         heads = [made.put(runs, first=at) for at in range(5)]
         made.flow()
-        assert made.ear.heard == [(head, Verdict.OK) for head in heads]
+        assert made.ear.heard == [(head, WindowVerdict.OK) for head in heads]
         assert made.sent == heads
         assert np.array_equal(made.sink.bytes, made.expected(runs))
 
@@ -111,10 +111,10 @@ def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> Non
     with piped(proof) as made:
         large = np.random.default_rng(2).bytes(3 << 20)
         first = made.put(scattered(1, 30, 8000), first=1)
-        made.out.queue(frame(Kind.MESSAGE, large))
+        made.out.queue(encode_frame(FrameKind.MESSAGE, large))
         second = made.put(scattered(1, 30, 8000), first=2)
         made.flow()
-        assert made.ear.heard == [(first, Verdict.OK), (Kind.MESSAGE, large), (second, Verdict.OK)]
+        assert made.ear.heard == [(first, WindowVerdict.OK), (FrameKind.MESSAGE, large), (second, WindowVerdict.OK)]
 
 
 def test_an_altered_byte_of_a_window_is_corrupt() -> None:
@@ -123,7 +123,7 @@ def test_an_altered_byte_of_a_window_is_corrupt() -> None:
         data = wire(made)
         data[len(data) // 2] ^= 4
         feed(made, data)
-        assert made.ear.heard == [(head, Verdict.CORRUPT)]
+        assert made.ear.heard == [(head, WindowVerdict.CORRUPT)]
 
 
 @pytest.mark.parametrize("where", ["header", "bytes", "tag"])
@@ -136,16 +136,16 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
         data = wire(made)
         if where == "header":  # with a valid checksum: only the seal detects it
             forged = WindowHead(1, 0, 0, 1, 5, made.ear.places.popitem()[0].n_bytes)
-            made.ear.places[forged] = Slice(scattered(4, 5, 3000), made.sink, 0, 0)
+            made.ear.places[forged] = WindowSlice(scattered(4, 5, 3000), made.sink, 0, 0)
             size = forged.n_bytes
-            made.ear.places[forged] = Slice(
-                Runs(np.array([0]), np.array([0]), np.array([size])), made.sink, 0, 0
+            made.ear.places[forged] = WindowSlice(
+                ByteRuns(np.array([0]), np.array([0]), np.array([size])), made.sink, 0, 0
             )
-            opening = frame(Kind.WINDOW, pack_head(forged), size, Proof.GCM)
+            opening = encode_frame(FrameKind.WINDOW, pack_head(forged), size, PayloadProof.GCM)
             data[: len(opening)] = opening
         else:
             data[len(data) // 2 if where == "bytes" else -1] ^= 1
-        with pytest.raises(SealBroken):
+        with pytest.raises(WindowSealError):
             feed(made, data)
         assert not made.sink.bytes.any()
         assert not made.ear.heard
@@ -161,7 +161,7 @@ def test_sealed_windows_arrive_once_each_and_in_order(order: tuple[int, ...]) ->
         for at in range(2):
             made.put(scattered(at, 5, 3000), first=at)
             recorded.append(wire(made))
-        with pytest.raises(SealBroken):
+        with pytest.raises(WindowSealError):
             feed(made, b"".join(recorded[at] for at in order))
 
 
@@ -170,9 +170,9 @@ def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
     for sender in (True, False):
         with pipe() as made:
             if sender:
-                made.out.seal = Seal(KEY)
+                made.out.seal = WindowSeal(KEY)
             else:
-                made.inn.seal = Seal(KEY)
+                made.inn.seal = WindowSeal(KEY)
             made.put(scattered(1, 3, 100))
             with pytest.raises(FrameError, match="at both ends"):
                 made.flow()
@@ -189,7 +189,7 @@ def test_blocks_that_changed_owner_make_a_window_stale(
         head = made.put(scattered(1, 20, longest), current=lambda: next(said))
         after = made.put(scattered(2, 3, 50), first=9)
         made.flow()
-        assert made.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
+        assert made.ear.heard == [(head, WindowVerdict.STALE), (after, WindowVerdict.OK)]
         if not answers[0]:
             assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50))), (
                 "nothing was read"
@@ -205,21 +205,21 @@ def test_one_broken_bit_does_not_make_a_stale_window_a_good_one(longest: int) ->
         assert data[-TRAILER_BYTES] == 1
         data[-TRAILER_BYTES] ^= 1
         feed(made, data)
-        assert made.ear.heard == [(head, Verdict.CORRUPT)]
+        assert made.ear.heard == [(head, WindowVerdict.CORRUPT)]
 
 
 def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -> None:
     with pipe() as made:
         head = made.put(WHOLE)
         other = made.put(scattered(2, 3, 50), transfer=1, first=5)
-        made.out.pump()
+        made.out.send_available()
         made.receive()
         arrived = int(np.count_nonzero(made.sink.bytes))
         assert 0 < arrived < SIZE
         made.out.drop(1)
         made.put(scattered(2, 3, 50), transfer=2)
         made.flow()
-        assert made.ear.heard[0] == (head, Verdict.STALE)
+        assert made.ear.heard[0] == (head, WindowVerdict.STALE)
         assert len(made.ear.heard) == 2
         assert other not in made.sent
         assert np.count_nonzero(made.sink.bytes[arrived + 200_000 :]) < 200, (
@@ -233,22 +233,22 @@ def test_after_a_fence_in_the_middle_of_a_window_nothing_more_is_written(proof: 
         made.put(WHOLE)
         made.out.pump()
         made.receive()
-        made.inn.divert(1)
+        made.inn.discard_transfer(1)
         made.sink.bytes[:] = 0
         after = made.put(scattered(2, 3, 50), transfer=2)
         made.flow()
-        assert made.ear.heard == [(after, Verdict.OK)]
+        assert made.ear.heard == [(after, WindowVerdict.OK)]
         assert np.array_equal(made.sink.bytes, made.expected(scattered(2, 3, 50)))
 
 
 def test_a_fence_of_another_transfer_leaves_a_window_alone() -> None:
     with pipe() as made:
         head = made.put(WHOLE)
-        made.out.pump()
+        made.out.send_available()
         made.receive()
-        made.inn.divert(2)
+        made.inn.discard_transfer(2)
         made.flow()
-        assert made.ear.heard == [(head, Verdict.OK)]
+        assert made.ear.heard == [(head, WindowVerdict.OK)]
 
 
 @pytest.mark.parametrize("size", [1, 5000])
@@ -257,12 +257,12 @@ def test_a_window_of_another_size_than_planned_is_refused_before_it_is_read(
 ) -> None:
     with pipe() as made:
         head = WindowHead(1, 0, 0, 0, 1, size)
-        made.ear.places[head] = Slice(
-            Runs(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0
+        made.ear.places[head] = WindowSlice(
+            ByteRuns(np.array([0]), np.array([0]), np.array([size + 1])), made.sink, 0, 0
         )
         with pytest.raises(FrameError, match="but the plan has"):
             feed(
-                made, frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK)
+                made, encode_frame(FrameKind.WINDOW, pack_head(head), size) + b"x" * size + encode_trailer(WindowVerdict.OK)
             )
         assert not made.sink.bytes.any()
 
@@ -271,33 +271,33 @@ def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
     with pipe() as made, pytest.raises(FrameError, match="bytes of payload"):
         feed(
             made,
-            frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
+            encode_frame(FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
             + b"xxxx"
-            + trailer(Verdict.OK),
+            + encode_trailer(WindowVerdict.OK),
         )
 
 
 @pytest.mark.parametrize(("dst", "length"), [(SIZE - 5, 6), (-1, 3), (0, 0), (SIZE, 1)])
 def test_runs_beyond_the_region_are_never_followed(dst: int, length: int) -> None:
     with pipe() as made:
-        runs = Runs(np.array([dst]), np.array([dst]), np.array([length]))
+        runs = ByteRuns(np.array([dst]), np.array([dst]), np.array([length]))
         head = made.put(runs)
         with pytest.raises(TransportError):
-            made.out.pump()
+            made.out.send_available()
         if length:
             with pytest.raises(TransportError):
                 feed(
                     made,
-                    frame(Kind.WINDOW, pack_head(head), length)
+                    encode_frame(FrameKind.WINDOW, pack_head(head), length)
                     + b"x" * length
-                    + trailer(Verdict.OK),
+                    + encode_trailer(WindowVerdict.OK),
                 )
 
 
 def test_an_unproven_peer_may_send_little_and_write_nothing() -> None:
     for data in (
-        frame(Kind.MESSAGE, bytes(30_000)),
-        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
+        encode_frame(FrameKind.MESSAGE, bytes(30_000)),
+        encode_frame(FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
     ):
         with pipe() as made:
             made.inn.limits = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
@@ -311,7 +311,7 @@ def test_an_unexpected_window_is_discarded() -> None:
         made.ear.places.clear()
         after = made.put(scattered(2, 3, 50), first=1)
         made.flow()
-        assert made.ear.heard == [(after, Verdict.OK)]
+        assert made.ear.heard == [(after, WindowVerdict.OK)]
 
 
 @given(data=st.data())
@@ -320,14 +320,14 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
     data: st.DataObject,
 ) -> None:
     with pipe() as made:
-        runs = Runs(
+        runs = ByteRuns(
             np.array([0, BLOCK_BYTES]),
             np.array([BLOCK_BYTES, 3 * BLOCK_BYTES]),
             np.array([700, 5000]),
         )
-        made.out.queue(frame(Kind.MESSAGE, b"hello"))
+        made.out.enqueue(encode_frame(FrameKind.MESSAGE, b"hello"))
         head = made.put(runs)
-        made.out.queue(frame(Kind.MESSAGE, b"m" * 6000))
+        made.out.enqueue(encode_frame(FrameKind.MESSAGE, b"m" * 6000))
         stream = wire(made)
         for _ in range(data.draw(st.integers(1, 3))):
             if not stream:
@@ -350,11 +350,11 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
         assert not made.sink.bytes[untouched].any()
         right = np.array_equal(made.sink.bytes, made.expected(runs))
         assert all(
-            verdict is not Verdict.OK or (what == head and right)
+            verdict is not WindowVerdict.OK or (what == head and right)
             for what, verdict in made.ear.heard
         )
-        assert {what for what, _ in made.ear.heard} <= {head, Kind.MESSAGE}
-        assert {said for what, said in made.ear.heard if what is Kind.MESSAGE} <= {
+        assert {what for what, _ in made.ear.heard} <= {head, FrameKind.MESSAGE}
+        assert {said for what, said in made.ear.heard if what is FrameKind.MESSAGE} <= {
             b"hello",
             b"m" * 6000,
         }

@@ -14,9 +14,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
-from kvtransfer.protocol.frame import Kind, Proof, frame, trailer, window_frame
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.protocol.frame import (
+    FrameKind,
+    PayloadProof,
+    encode_frame,
+    encode_trailer,
+    encode_window_frame,
+)
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
 from tests.unit.kvtransfer.transports.stream.laned import laned, lanes_of, standing
 
@@ -29,14 +35,14 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
+def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
     """Return this many windows of one block each, of transfer 1."""
     at = np.arange(first, first + count) * BLOCK_BYTES
-    runs = [Runs(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
+    runs = [ByteRuns(at[i : i + 1], at[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)]
     return {window(1, each, first=first + i): each for i, each in enumerate(runs)}
 
 
-def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
+def begun(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
     """Return a transfer whose first window the sink has acknowledged, with more to come."""
     windows = blocks(more + 1)
     pair.expect(windows)
@@ -62,7 +68,7 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
             len(pair.sink_owner.all("landed")) == 9
         )  # all but the window that the link sends next
     heard = pair.sink_owner.wait("landed", 10)
-    assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
+    assert {verdict for _, verdict in heard} == {WindowVerdict.OK}  # type: ignore[misc]
     assert {each.link for each in pair.sink_owner.heard if each.kind in ("landed", "incoming")} == {
         pair.sink
     }
@@ -71,9 +77,9 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
     assert np.array_equal(pair.sink_region.bytes, expected(pair, *blocks(10).values()))
     went = [lane.received_bytes > BLOCK_BYTES for lane in lanes_of(pair.sink)]
     assert any(went)
-    assert [lane.used for lane in lanes_of(pair.sink)] == went
-    assert [lane.used for lane in lanes_of(pair.source)] == went
-    assert not laned(pair.sink).used
+    assert [lane.has_carried_windows for lane in lanes_of(pair.sink)] == went
+    assert [lane.has_carried_windows for lane in lanes_of(pair.source)] == went
+    assert not laned(pair.sink).has_carried_windows
 
 
 def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
@@ -84,7 +90,7 @@ def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
         pair.source.send(b"the announcement")
         for each in windows.items():
             pair.put(*each)
-        assert not laned(pair.source)._out.crowded  # lanes find no window
+        assert not laned(pair.source)._out.has_spare  # lanes find no window
     pair.sink_owner.wait("landed", 10)
     order = [each.kind for each in pair.sink_owner.heard if each.kind in ("message", "incoming")]
     assert order[0] == "message"
@@ -94,7 +100,7 @@ def test_the_sink_sends_spread_before_it_reads_the_first_window(pair: Pair) -> N
     (head,) = blocks(1)
     pair.expect(blocks(1))
     with standing(pair.sink):
-        laned(pair.sink).incoming(head)
+        laned(pair.sink).place_window(head)
         until(lambda: 1 in laned(pair.source)._out._shared)
 
 
@@ -105,7 +111,7 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
     with standing(pair.source):
         for each in windows.items():
             pair.put(*each)
-        laned(pair.source).framed(Kind.SPREAD, struct.pack("<Q", 1))
+        laned(pair.source).on_frame(FrameKind.SPREAD, struct.pack("<Q", 1))
         pair.sink_owner.wait("landed", 9)
 
 
@@ -113,7 +119,7 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
     """The caller cannot know whether the lane checks its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
-        laned(pair.source)._out.share(1)
+        laned(pair.source)._out.allow_lanes(1)
         for each in blocks(2).items():
             pair.put(*each)
         assert all(lane._has_lane_work for lane in lanes)
@@ -143,9 +149,9 @@ def test_queueing_a_window_checks_only_the_front_of_the_queue(
     with standing(pair.source, *lanes_of(pair.source)):
         for _ in range(before):
             pair.put(head, runs)
-        out.share(2)
+        out.allow_lanes(2)
         pair.put(window(2, runs), runs)
-        assert out.crowded is found
+        assert out.has_spare is found
         for transfer in (1, 2):
             out.drop(transfer)
 
@@ -166,7 +172,7 @@ def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
 
     with standing(pair.source):
         kept, out._queue = out._queue, Taken()  # type: ignore[assignment]
-        assert not out.pump()
+        assert not out.send_available()
         out._queue = kept
 
 
@@ -177,7 +183,7 @@ def test_a_spread_frame_must_be_valid_and_from_the_sink(
     pair: Pair, by_sink: bool, header: bytes
 ) -> None:
     speaker, hearer = (pair.sink, pair.source_owner) if by_sink else (pair.source, pair.sink_owner)
-    laned(speaker)._out.queue(frame(Kind.SPREAD, header))
+    laned(speaker)._out.enqueue(encode_frame(FrameKind.SPREAD, header))
     laned(speaker)._wake(always=True)
     assert "invalid SPREAD" in str(hearer.wait("lost")[0])
 
@@ -185,7 +191,7 @@ def test_a_spread_frame_must_be_valid_and_from_the_sink(
 def test_a_source_remembers_the_newest_transfers_that_may_spread(pair: Pair) -> None:
     out = laned(pair.source)._out
     for transfer in range(1000):
-        out.share(transfer)
+        out.allow_lanes(transfer)
     assert len(out._shared) == 256
     assert 999 in out._shared
 
@@ -199,11 +205,11 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
     with standing(source, *lanes_of(source)):
         for head, runs in rest.items():
             pair.put(head, runs)
-        assert source._out.crowded
+        assert source._out.has_spare
         pair.source.drop(1)
-        source._out.share(1)  # the SPREAD frame arrives late
-        assert not source._out.crowded
-        assert source._out.spare() is None
+        source._out.allow_lanes(1)  # the SPREAD frame arrives late
+        assert not source._out.has_spare
+        assert source._out.take_spare() is None
 
 
 def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
@@ -215,7 +221,7 @@ def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
 
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
-        out.share(1)
+        out.allow_lanes(1)
         out._queue = Waiting()  # type: ignore[assignment]
         pair.source.drop(1)
         assert out._shared == {}
@@ -228,9 +234,9 @@ def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> No
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         ((head, runs),) = rest.items()
-        lane._out.queue((head, Slice(runs, pair.source_region, 0, 0, lambda: True)))
+        lane._out.enqueue((head, WindowSlice(runs, pair.source_region, 0, 0, lambda: True)))
         pair.source.drop(1)
-    until(lambda: lane._out.idle)
+    until(lambda: lane._out.is_idle)
     pair.source.send(b"after it")
     pair.sink_owner.wait("message")
     assert len(pair.sink_owner.all("incoming")) == 1
@@ -281,7 +287,7 @@ def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
-    opening, closing = window_frame(head, BLOCK_BYTES, Proof.NONE), trailer(Verdict.OK)
+    opening, closing = encode_window_frame(head, BLOCK_BYTES, PayloadProof.NONE), encode_trailer(WindowVerdict.OK)
     far = lanes_of(pair.source)[0]
     with standing(far):
         far._sock.sendall(opening + data[: BLOCK_BYTES // 2])
