@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.exposition import text
+from gateway.metrics.exposition import render_family
 
 ROUNDS = 200_000
 
@@ -35,8 +35,8 @@ def main() -> None:
             family.labels("demo-8b", f"10.0.0.{number}:8000").observe(0.1)
     longest, total = 0.0, 0.0
     began = time.perf_counter()
-    for reading in metrics.readings():
-        text(reading, exemplars=False)
+    for reading in metrics.collect():
+        render_family(reading, exemplars=False)
         now = time.perf_counter()
         longest, total, began = max(longest, now - began), total + now - began, now
     print(f"{'scrape, 64 endpoints':20} {total * 1e3:.1f} ms, longest slice {longest * 1e3:.1f} ms")

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from policies import ledger, registry
 from policies.latency.latency import ttfts
-from policies.ledger import Entry
+from policies.ledger import LoadBooking
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Request, Slo
+from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.run import pick
@@ -57,13 +57,13 @@ class Bench:
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
             self.index.set_capacity(slot, 10**9)
-            self.index.insert(self.prints.of(b"salt", self.system), slot, SYSTEM_TOKENS)
+            self.index.insert(self.prints.fingerprint(b"salt", self.system), slot, SYSTEM_TOKENS)
 
     def candidate(self, slot: int) -> Candidate:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
         load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
-        load.kv_tokens, load.kv_booked, load.ready_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
+        load.kv_tokens, load.kv_booked, load.prefill_done_at = 600_000.0, self.rng.randrange(500_000), 2 * self.rng.random()
         load.running, load.waiting, load.kv_usage, load.scraped_at = 10, 2, 0.5, 0.9
         return Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), load)
 
@@ -72,8 +72,8 @@ class Bench:
             self.system + self.rng.randbytes((self.tokens - SYSTEM_TOKENS) * BYTES_PER_TOKEN) for _ in range(PROMPTS)
         ]
 
-    def ask(self, cached: list[int]) -> Ask:
-        return Ask(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
+    def ask(self, cached: list[int]) -> RoutingQuery:
+        return RoutingQuery(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
 
     def decide(self, fingerprint: Fingerprint) -> None:
         cached = self.index.match(fingerprint, self.tokens)
@@ -84,10 +84,10 @@ class Bench:
     def round(self) -> list[float]:
         texts, more = self.texts(), self.texts()
         found: list[Fingerprint] = []
-        new = us_each(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
+        new = us_each(lambda n: self.decide(self.prints.fingerprint(b"salt", texts[n])), texts)
         turns = [text[:-8] for text in texts]
         return [
-            us_each(lambda n: found.append(self.prints.of(b"salt", more[n])), more),
+            us_each(lambda n: found.append(self.prints.fingerprint(b"salt", more[n])), more),
             us_each(lambda n: self.index.match(found[n], self.tokens)),
             us_each(lambda n: self.index.insert(found[n], n % len(self.candidates), self.tokens)),
             us_each(lambda n: self.index.match(found[n], self.tokens)),
@@ -95,20 +95,20 @@ class Bench:
             us_each(lambda n: pick(self.policies["least_loaded"], self.ask([]), self.candidates)),
             us_each(lambda n: pick(self.policies["prefix_aware"], self.ask([0, 100, 200, 300]), self.candidates)),
             new,
-            us_each(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
+            us_each(lambda n: self.decide(self.prints.fingerprint(b"salt", turns[n])), turns),
         ]
 
 
 def picks(endpoints: int) -> None:
     """The pick alone, for every registered policy; 8,000 tokens, and nothing held or a tenth of the endpoints warm."""
     bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
-    prints = [bench.prints.of(b"salt", text) for text in bench.texts()]
+    prints = [bench.prints.fingerprint(b"salt", text) for text in bench.texts()]
     cold = [0] * endpoints
     warm = [6_800 if slot % 10 == 3 else 100 * (slot % 30) for slot in range(endpoints)]
 
-    def ask(number: int, cached: list[int]) -> Ask:
+    def ask(number: int, cached: list[int]) -> RoutingQuery:
         request = Request(f"{number}", "model", "tenant", 8_000, 300, slo=slo)
-        return Ask(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
+        return RoutingQuery(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
 
     for name in registry.names():
         costs = []
@@ -119,7 +119,7 @@ def picks(endpoints: int) -> None:
         print(f"{endpoints:3} ep, {name}".ljust(28), *(f"{cost:8.1f}" for cost in costs))
 
 
-def decision(one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int) -> object:
+def decision(one: Callable[..., object], asks: Sequence[RoutingQuery], fleet: Sequence[Candidate], number: int) -> object:
     return one(asks[number], fleet)
 
 
@@ -133,12 +133,12 @@ class Beliefs:
         """A request every `gap_s` at this one endpoint."""
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
-        ledger.believe(self.load, believed, 0.0)
+        ledger.set_modelled(self.load, believed, 0.0)
         self.gap_s = gap_s
         self.request = Request("id", "model", "tenant", prompt_tokens, 300)
         self.now = 1.0
-        self.decoding: list[Entry] = []
-        self.entry: Entry | None = None
+        self.decoding: list[LoadBooking] = []
+        self.entry: LoadBooking | None = None
         self.candidates = [
             Candidate(Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot))
             for slot in range(endpoints)
@@ -152,11 +152,11 @@ class Beliefs:
     def first_token(self, _: int) -> None:
         assert self.entry is not None
         self.now += 0.4 * self.gap_s
-        self.entry.first_token(self.now)
+        self.entry.on_first_token(self.now)
 
     def finished(self, _: int) -> None:
         self.now += 0.1 * self.gap_s
-        self.decoding.pop(0).finished(self.now, 100)
+        self.decoding.pop(0).finish(self.now, 100)
 
     def round(self) -> list[float]:
         """Book, first token, end, each timed by itself in turn; then the look at all candidates."""

@@ -19,9 +19,9 @@ from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api
 from gateway.protocol.relay import Relay
-from gateway.protocol.trace_context import Trace, TraceLeg, passed_on
-from gateway.telemetry.otlp import Tracer
-from gateway.telemetry.spans import tree
+from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
+from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.spans import build_spans
 
 ROUNDS = 20_000
 PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
@@ -29,21 +29,21 @@ PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 def main() -> None:
     """Prints the best of seven runs of each."""
-    tracer = Tracer(Metrics(), Random(1), {})
-    off = tracer.on
-    tracer.follow(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
+    tracer = SpanExporter(Metrics(), Random(1), {})
+    off = tracer.active
+    tracer.configure(Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01}))
     relay = Relay(b"")
-    relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
+    relay.first_byte_at, relay.first_token_at, relay.last_data_at, relay.is_committed = 1.9, 2.0, 3.0, True
     x = Exchange("req_1", Api.CHAT, "client", 0.5)
     x.model, x.status, x.relay = "m", 200, relay
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
-    trace = Trace("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "", "", [TraceLeg("whole", "a", "e" * 16, 1)])
-    spans, encode = tree(x, trace, 3.5, 1e9), msgspec.json.Encoder().encode
+    trace = Trace("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "", "", [LegSpan("whole", "a", "e" * 16, 1)])
+    spans, encode = build_spans(x, trace, 3.5, 1e9), msgspec.json.Encoder().encode
     for name, call in {
         "off: one look at None": lambda: off is not None,
-        "off, client sent a context": lambda: passed_on(PARENT),
-        "on, 1 in 100 sampled": lambda: tracer.begin({}),
-        "a tree of six spans": lambda: tree(x, trace, 3.5, 1e9),
+        "off, client sent a context": lambda: propagated_headers(PARENT),
+        "on, 1 in 100 sampled": lambda: tracer.start_trace({}),
+        "a tree of six spans": lambda: build_spans(x, trace, 3.5, 1e9),
         "its JSON": lambda: encode(spans),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))

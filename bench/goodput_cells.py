@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from planner.replay import Options, Run, Traffic, preset, replay, traffic, users
+from planner.replay import ReplayOptions, ReplayRun, Traffic, preset, replay, traffic, users
 from planner.replay.capacity import capacity
-from planner.replay.results import Figures, figures
+from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec
 from planner.traces.b2b import b2b
-from planner.traces.mix import Part, mixed, scaled, sliced
+from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.shape import TraceRequest
 from planner.traces.source import read_trace
 from policies import registry
@@ -37,7 +37,7 @@ MIX_B2B_RATE = 4.0
 B2B_S, WARM = 400.0, 0.15
 IDLE = 8.0  # a fleet at the starting load over so much is idle
 RELATIVE = 0.95  # targets above it are shares of what an idle fleet attains
-TROUBLES = {"": Options(), "stale": Options(scrape_s=5.0, scrape_age_s=5.0), "lost": Options(lost_events=0.33)}
+TROUBLES = {"": ReplayOptions(), "stale": ReplayOptions(scrape_s=5.0, scrape_age_s=5.0), "lost": ReplayOptions(lost_events=0.33)}
 TENANT_RATE = 0.8
 
 
@@ -83,7 +83,7 @@ class Data(msgspec.Struct, frozen=True):
 
 def measure(cell: Cell, data: Data) -> Reading:
     """Run what the cell needs. Deterministic but for wall times."""
-    began, kept = perf_counter(), dict[float, Figures]()
+    began, kept = perf_counter(), dict[float, ReplayFigures]()
 
     def attainment(load: float) -> float:
         if load not in kept:
@@ -101,13 +101,13 @@ def measure(cell: Cell, data: Data) -> Reading:
     return Reading(cell, capacities, told(kept[best], best), len(kept), perf_counter() - began)
 
 
-def at(cell: Cell, load: float, data: Data) -> Figures:
+def at(cell: Cell, load: float, data: Data) -> ReplayFigures:
     """The figures of one replay."""
     run, from_s, to_s = played(cell, load, data)
     return figures(run, from_s, to_s)
 
 
-def played(cell: Cell, load: float, data: Data) -> tuple[Run, float, float | None]:
+def played(cell: Cell, load: float, data: Data) -> tuple[ReplayRun, float, float | None]:
     """One replay, and between which moments its requests count."""
     said, span_s, horizon_s = offered(cell, load, data)
     standard = AGENT if cell.workload == "agents" else STANDARD
@@ -136,11 +136,11 @@ def offered(cell: Cell, load: float, data: Data) -> tuple[Traffic, float, float 
     if cell.workload == "b2b":
         return traffic(b2b(load, B2B_S * share, cell.seed)), B2B_S * share, None
     if cell.workload == "mix":
-        return traffic(scaled(mix(data.folder, cell.seed, share), load)), 900 * share / load, None
+        return traffic(scale_rate(mix(data.folder, cell.seed, share), load)), 900 * share / load, None
     if cell.workload == "tenants":
         return traffic(tenants(data.folder, cell.seed, share, load)), 1200 * share / TENANT_RATE, None
     requests, span_s = recorded(cell.workload, data.folder, cell.seed, share)
-    return traffic(scaled(requests, load)), span_s / load, None
+    return traffic(scale_rate(requests, load)), span_s / load, None
 
 
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
@@ -170,7 +170,7 @@ def recorded(name: str, folder: str, seed: int, share: float) -> tuple[list[Trac
         msgspec.structs.replace(
             one, arrival_s=min(span_s, max(0.0, one.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2)))
         )
-        for one in sliced(_trace(folder, file), from_s, to_s)
+        for one in slice_span(_trace(folder, file), from_s, to_s)
     ]
     return sorted(moved, key=lambda one: one.arrival_s), span_s
 
@@ -179,11 +179,11 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
     """Conversation, B2B and Azure's chat at once: three classes, two tenants."""
     chat, _ = recorded("azure", folder, seed, share)
     talk, _ = recorded("conversation", folder, seed, 0.75 * share)
-    return mixed(
+    return mix_parts(
         [
-            Part(talk, 0.6, slo="standard", tenant="a"),
-            Part(list(b2b(MIX_B2B_RATE, 900 * share, seed)), 1.0, slo="batch", tenant="b"),
-            Part(chat, 1.0, slo="interactive", tenant="a"),
+            MixPart(talk, 0.6, slo="standard", tenant="a"),
+            MixPart(list(b2b(MIX_B2B_RATE, 900 * share, seed)), 1.0, slo="batch", tenant="b"),
+            MixPart(chat, 1.0, slo="interactive", tenant="a"),
         ]
     )
 
@@ -191,11 +191,11 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
     """Two tenants with conversations; the other one asks for `greed` times as much for as long, or the trace lasts."""
     mine, span_s = recorded("conversation", folder, seed, share)
-    other = sliced(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
-    return mixed([Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")])
+    other = slice_span(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
+    return mix_parts([MixPart(mine, TENANT_RATE, tenant="a"), MixPart(other, TENANT_RATE * greed, tenant="greedy")])
 
 
-def told(seen: Figures, load: float) -> dict[str, Any]:
+def told(seen: ReplayFigures, load: float) -> dict[str, Any]:
     """What of a run goes into the results."""
     return {
         "load": load,

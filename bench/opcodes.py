@@ -29,7 +29,7 @@ from systems import ROOT, SOURCES, all_systems, backend, build_tools, free_base
 sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
-from gateway.config import load
+from gateway.config import load_config
 
 CALLBACKS = frozenset(("Front.data_received", "Connection.data_received", "Outbox._turn", "Accounts.settle"))
 WARM_UP, COUNTED = 32, 33
@@ -123,7 +123,7 @@ async def count(kind: Kind, base: int, work: Path) -> Call:
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
     """The median, by its total, of requests with these bodies, asked in turn of a gateway that runs here."""
-    app = App(load(config, {}))
+    app = App(load_config(config, {}))
     await app.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

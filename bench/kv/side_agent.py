@@ -20,7 +20,7 @@ from kvtransfer.contract import Transport
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.outcomes import End, How
+from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Offer
 
 KEY = b"a key for this comparison alone"
@@ -80,7 +80,7 @@ class Agents:
         """The source has its blocks back."""
         if self.role == "source":
             for offer in self.offers:
-                _landed(self._do(offer.ended()))
+                _landed(self._do(offer.wait_ended()))
 
     def run(self) -> None:
         assert self.what is not None
@@ -93,9 +93,9 @@ class Agents:
     def _fetch(self, index: int, blocks: Any) -> None:
         _landed(self._do(self._fetched(f"{self.turn}/{index}", blocks)))
 
-    async def _fetched(self, name: str, blocks: Any) -> End:
+    async def _fetched(self, name: str, blocks: Any) -> TransferOutcome:
         tokens = len(blocks) * self.LAYOUT.block_tokens
-        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).ended()
+        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).wait_ended()
 
 
 class Layers(Agents):
@@ -133,14 +133,14 @@ class Layers(Agents):
         for layer in range(layers if prefill_s else 0):
             await asyncio.sleep(began + prefill_s * (layer + 1) / layers - time.perf_counter())
             last = time.perf_counter()
-            offer.ready(layer + 1)
-        _landed(await offer.ended())
+            offer.mark_ready(layer + 1)
+        _landed(await offer.wait_ended())
         return time.perf_counter() - last
 
 
-def _landed(end: End) -> None:
-    if end.how is not How.LANDED:
-        raise RuntimeError(f"the transfer ended {end.how}: {end.reason}")
+def _landed(end: TransferOutcome) -> None:
+    if end.kind is not OutcomeKind.LANDED:
+        raise RuntimeError(f"the transfer ended {end.kind}: {end.reason}")
 
 
 def _transport(kind: str) -> Transport:

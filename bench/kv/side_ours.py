@@ -12,12 +12,19 @@ from typing import Any
 import numpy as np
 from pool import Bytes, Draw
 
-from kvtransfer.contract import Laned, Link, Slice, Transport, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import (
+    Link,
+    MultiLaneLink,
+    Transport,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.stream.link import Manner
-from kvtransfer.util.options import Options
+from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.util.options import AgentOptions
 
 BLOCK_BYTES = 64 << 10  # of the region, for its generations
 SECRET = bytes(range(32))
@@ -38,8 +45,8 @@ class Ours:
         self.link: Link | None = None
         self.joined, self.granted, self.free = threading.Event(), threading.Event(), threading.Event()
         self.transfer = 0
-        self.windows: list[tuple[WindowHead, Slice]] = []
-        self.expected: dict[int, Slice] = {}
+        self.windows: list[tuple[WindowHead, WindowSlice]] = []
+        self.expected: dict[int, WindowSlice] = {}
         self.left = 0
         self.counting = threading.Lock()
         self.lanes_left = settings.get("lanes", 1) - 1
@@ -59,14 +66,14 @@ class Ours:
             for _ in range(self.lanes_left):
                 lane = self.transport.dial(peer["address"])
                 lane.secure(SECRET)
-                _laned(self.link).widen(lane)
+                _laned(self.link).add_lane(lane)
 
     def prepare(self, what: Draw, each: bool) -> None:
         """The windows of both ends, and the sink's leave to write where they go."""
         self.transfer += 1
         self.each, self.replies = each, 0
         assert self.role == "sink" or self.joined.wait(PATIENCE_S)
-        window_bytes = min(self.link.window_bytes, Options().window_bytes)  # type: ignore[union-attr]
+        window_bytes = min(self.link.window_bytes, AgentOptions().window_bytes)  # type: ignore[union-attr]
         self.windows = self._windows(what, 1 if each else max(1, window_bytes // what.block_bytes))
         if self.role == "sink":
             self.expected = {head.first: window for head, window in self.windows}
@@ -78,14 +85,14 @@ class Ours:
             raise RuntimeError("the sink has granted nothing")
         self.granted.clear()
 
-    def _windows(self, what: Draw, together: int) -> list[tuple[WindowHead, Slice]]:
+    def _windows(self, what: Draw, together: int) -> list[tuple[WindowHead, WindowSlice]]:
         size = what.block_bytes
         found = []
         for first in range(0, len(what.src), together):
             src, dst = what.src[first : first + together], what.dst[first : first + together]
             head = WindowHead(self.transfer, 0, 0, first, len(src), len(src) * size)
-            runs = Runs(src * size, dst * size, np.full(len(src), size, np.int64))
-            found.append((head, Slice(runs, self.region, 0, 0, self._current(src, size))))
+            runs = ByteRuns(src * size, dst * size, np.full(len(src), size, np.int64))
+            found.append((head, WindowSlice(runs, self.region, 0, 0, self._current(src, size))))
         return found
 
     def _current(self, src: np.ndarray, size: int) -> Any:
@@ -94,7 +101,7 @@ class Ours:
             return None
         blocks = _blocks(src, size)
         promised = self.region.generations_of(blocks)
-        return lambda: self.region.current(blocks, promised)
+        return lambda: self.region.are_current(blocks, promised)
 
     def begin(self) -> None: ...
 
@@ -125,29 +132,29 @@ class Ours:
 
     # ---- what the link tells (LinkOwner) ----
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         """Of connections the first is the link, and others are its lanes."""
         link.secure(SECRET)
         if self.link is None:
             self.link = link
         else:
             self.lanes_left -= 1
-            _laned(self.link).widen(link)
+            _laned(self.link).add_lane(link)
         if not self.lanes_left:
             self.joined.set()
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
             link.accept(self.transfer, data[len(GRANT) :])
             self.granted.set()
         else:
             self.replies += 1
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         return self.expected.get(head.first)
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
-        if verdict is not Verdict.OK:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
+        if verdict is not WindowVerdict.OK:
             self.wrong = f"a window arrived {verdict}"
         with self.counting:  # lanes tell each on its own thread
             self.left -= 1
@@ -157,12 +164,12 @@ class Ours:
         elif last:
             link.send(ALL)
 
-    def sent(self, link: Link, head: WindowHead) -> None: ...
+    def on_sent(self, link: Link, head: WindowHead) -> None: ...
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         self.free.set()
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         self.wrong = f"the link is lost: {reason}"
 
 
@@ -173,13 +180,13 @@ def _region(role: str, pool_bytes: int, transport: str) -> Region:
     return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
 
 
-def _laned(link: Link) -> Laned:
-    assert isinstance(link, Laned)
+def _laned(link: Link) -> MultiLaneLink:
+    assert isinstance(link, MultiLaneLink)
     return link
 
 
 def _transport(transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1) -> Transport:
-    manner = Manner(checked=checked, sealed=sealed, lanes=lanes)
+    manner = LinkOptions(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.protocol.response_framing import Body, body_for, parse_head
-from planner.bench.timeline import Timeline
+from gateway.protocol.response_framing import ResponseBody, new_body, parse_head
+from planner.bench.timeline import AnswerTimeline
 from planner.text_generator import text
 
 _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
@@ -44,7 +44,7 @@ class Asked:
         self.status: int | None = None
         self.id = ""
         self.retry_after_s: float | None = None
-        self.timeline = Timeline()
+        self.timeline = AnswerTimeline()
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def read(self, head: bytes, status: int) -> None:
@@ -63,7 +63,7 @@ class Line:
         self._loop = asyncio.get_running_loop()
         self._asked: Asked | None = None
         self._head = b""
-        self._body: Body | None = None
+        self._body: ResponseBody | None = None
         self.open = True
         sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._loop.add_reader(sock, self._readable)
@@ -113,10 +113,10 @@ class Line:
                 return
             facts = parse_head(head + b"\r\n")
             asked.read(head, facts.status)
-            self._body = body_for(facts)
+            self._body = new_body(facts)
         if data:
             asked.timeline.feed(self._body.feed(data), now)
-        if self._body.ended:
+        if self._body.is_complete:
             self._over(asked)
 
     def _over(self, asked: Asked) -> None:

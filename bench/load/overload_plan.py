@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from planner.bench.workloads import lognormal, poisson
-from planner.replay import FleetSpec, Kind, Options, replay, traffic
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
 from planner.replay.capacity import capacity
 from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import PRIVATE, TraceRequest
@@ -25,7 +25,7 @@ STREAM_PROMPT, STREAM_OUTPUT = 200, 3000  # longer than the run
 OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # by then the gateway has seen how fast the engines are
 
 SPEED = 0.2
-GROUP = Kind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
+GROUP = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
 """600 streams on these make some 8,000 tokens a second, which two cores of a test machine can send, relay and read."""
 
 SLO = Slo("standard", ttft_s=5.0, tpot_s=0.25)
@@ -124,12 +124,12 @@ def _replayed(rate: float, seed: int) -> Iterator[bool]:
         trace_request(one.prompt_tokens, one.output_tokens, one.due_s, names) for one in arrivals(phases, rate, seed)
     ]
     ends_s = SETTLED_S + JUDGED_S
-    options = Options(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
+    options = ReplayOptions(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
     spec = FleetSpec("overload", (GROUP,), block_tokens=16)
     run = replay(spec, traffic([*open_, *asked]), registry.build(POLICY, {}), options=options)
     for record in run.records:
         if record.output_tokens != STREAM_OUTPUT and SETTLED_S <= record.arrived_s < ends_s:
-            yield record.good
+            yield record.is_good
 
 
 def trace_request(prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]) -> TraceRequest:

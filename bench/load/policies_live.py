@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench.load.run import ROOT, _await_models, _free_ports, _free_run
-from planner.bench import Plan, Report, run
+from planner.bench import BenchPlan, BenchReport, run
 from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio
 from tests.sim.test_policies_on_a_virtual_clock import ALL_KV_TOKENS, GROUP
 
@@ -38,7 +38,7 @@ def main() -> int:
     for number in range(options.runs):
         for policy in options.policy:
             with fleet(policy, options.speed) as url:
-                plan = Plan(url=url, trace=TRACE, speed=options.speed, limit=options.requests, ignore_eos=True)
+                plan = BenchPlan(url=url, trace=TRACE, speed=options.speed, limit=options.requests, ignore_eos=True)
                 report = asyncio.run(run(plan))
             hits[policy].append(report.cached_ratio or 0.0)
             ttfts[policy].append(_mean_ttft_s(report) * options.speed)
@@ -55,11 +55,11 @@ def _holds(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bo
     return reached >= 0.9 and least == "prefix_aware"
 
 
-def _mean_ttft_s(report: Report) -> float:
+def _mean_ttft_s(report: BenchReport) -> float:
     return fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
 
 
-def _line(report: Report, ideal: float, speed: float) -> str:
+def _line(report: BenchReport, ideal: float, speed: float) -> str:
     ratio, tokens = report.cached_ratio or 0.0, report.prompt_tokens / max(1, len(report.completed))
     worst = max((record.lag_s for record in report.records), default=0.0)
     return (

@@ -33,7 +33,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from bench.load.run import ROOT, _await_models, _free_ports, _free_run
-from planner.bench import Plan, run
+from planner.bench import BenchPlan, run
 from policies import registry
 
 GROUPS, RATE = 4, 12.0
@@ -111,7 +111,7 @@ def one_run(policy: str, options: argparse.Namespace, groups: int, case: Case) -
         for url in urls[: case.slow] if options.at > 0 else []:
             _fault(url, case, options.at)
         began = time.time()
-        plan = Plan(url=f"http://127.0.0.1:{port}", rate=options.rate, duration_s=options.seconds, seed=options.seed)
+        plan = BenchPlan(url=f"http://127.0.0.1:{port}", rate=options.rate, duration_s=options.seconds, seed=options.seed)
         report = asyncio.run(run(plan))
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/metrics", timeout=5).read().decode()
         time.sleep(1.0)

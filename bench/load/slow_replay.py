@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from planner.replay.options import Fault, Trouble
+from planner.replay.options import GroupFault, GroupFaultKind
 from policies import registry
 from tests.sim.test_slow_group import HEDGES, KEPT_S, p99_s, ran, share
 
@@ -34,9 +34,9 @@ def main() -> int:
 
 
 def _cell(policy: str, seed: int, seconds: float, three_s: float, factor: float, only: str) -> bool:
-    run, fleet = ran(policy, 4, seed, seconds, Fault(0.0, 0, Trouble.SLOW, factor=factor, only=only))
-    slow = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group == 0]
-    healthy = [f"{at:.0f}" for at, group in fleet.speeds.ejected if group]
+    run, fleet = ran(policy, 4, seed, seconds, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=factor, only=only))
+    slow = [f"{at:.0f}" for at, group in fleet.speed_monitor.ejected if group == 0]
+    healthy = [f"{at:.0f}" for at, group in fleet.speed_monitor.ejected if group]
     given, p99 = share(run, KEPT_S), p99_s(run)
     hedges = len(fleet.hedges.sent) / len(run.records)
     holds = given <= 0.01 and p99 <= 2 * three_s and hedges <= HEDGES and not healthy

@@ -17,7 +17,7 @@ import msgspec
 
 from bench.load.soak_house import SPLIT, WHOLE
 from mockgpu.text import expected_text
-from planner.bench.timeline import Timeline
+from planner.bench.timeline import AnswerTimeline
 
 THINKS_S = 0.8
 SESSIONS = 40
@@ -89,7 +89,7 @@ class Clients:
         return body | {"messages": [{"role": "user", "content": told}]} | dict(kind.changed)
 
     async def _ask(self, name: str, kind: Kind, rng: Random) -> str:
-        body, began, timeline, heads = self._body(kind, rng), time.monotonic(), Timeline(), dict[str, str]()
+        body, began, timeline, heads = self._body(kind, rng), time.monotonic(), AnswerTimeline(), dict[str, str]()
         headers = {
             "x-session-id": f"s{rng.randrange(SESSIONS)}",
             "x-slo-class": rng.choice(("standard", "batch")),
@@ -110,7 +110,7 @@ class Clients:
         return "unexpected"
 
     async def _read(
-        self, body: dict[str, Any], headers: dict[str, str], kind: Kind, timeline: Timeline, heads: dict[str, str]
+        self, body: dict[str, Any], headers: dict[str, str], kind: Kind, timeline: AnswerTimeline, heads: dict[str, str]
     ) -> str:
         """Ask and read: ok, left or refused, or what is wrong with the answer."""
         async with self._http.post(self._url, json=body, headers=headers) as answer:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from bench.load.policies_live import fleet
-from planner.bench import Plan, run
-from planner.replay import FleetSpec, Options, replay, traffic
+from planner.bench import BenchPlan, run
+from planner.replay import FleetSpec, ReplayOptions, replay, traffic
 from planner.replay.results import figures
 from planner.traces import TraceRequest
 from policies import registry
@@ -57,7 +57,7 @@ def live(policy: str, requests: int, speed: float) -> tuple[Seen, Foreseen | Non
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
         with fleet(policy, speed, str(log)) as url:
-            plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
+            plan = BenchPlan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
             report = asyncio.run(run(plan))
         foreseen = foreseen_by(log.read_text())
     if report.errors:
@@ -79,7 +79,7 @@ def foreseen_by(log: str) -> Foreseen | None:
 def virtual(policy: str, requests: list[TraceRequest], speed: float) -> tuple[Seen, Foreseen]:
     """On the virtual clock, in blocks as small as the live mock's; clients say max_tokens, as the bench client does."""
     spec = FleetSpec("live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16)
-    options = Options(expected_output=None, scrape_s=speed)
+    options = ReplayOptions(expected_output=None, scrape_s=speed)
     seen = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
     assert seen.ttft is not None
     assert seen.tpot is not None

@@ -18,7 +18,7 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 from helm_python import Chart, chart
 
-from gateway.config import Config, examine
+from gateway.config import Config, load_with_warnings
 from tests.authority import Authority
 from tools.monitoring.alerts import ALERTS
 
@@ -63,7 +63,7 @@ def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
         (folder / "secrets" / name).write_text(text)
     file = folder / "gateway.yaml"
     file.write_text(one("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"]["gateway.yaml"])
-    return examine(file, os.environ).config
+    return load_with_warnings(file, os.environ).config
 
 
 def test_helm_lints_it_without_a_warning() -> None:

@@ -29,10 +29,10 @@ from tests.unit.tools.monitoring.test_live_scrape import (
     by_hand,
     note,
 )
-from tools.monitoring.dashboards import family_of
+from tools.monitoring.dashboards import family_name
 from tools.monitoring.files import RULES, queries
-from tools.monitoring.grafana import limited
-from tools.monitoring.promql import asked, filled
+from tools.monitoring.grafana import filter_by_variables
+from tools.monitoring.promql import resolve_variables, selectors
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20
@@ -97,7 +97,7 @@ async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
     """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
     await a_little_of_everything(fleet)
     for member in fleet.groups:
-        member.faults.set("")
+        member.faults.apply("")
     for number in range(SECONDS * 2):
         await fleet.ask(stream=bool(number % 2), prompt=f"question {number}")
         await halves.assert_right_answer(
@@ -118,15 +118,17 @@ async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
     excused: set[str] = set()
     unknown = asked_for = 0
     for where, query in queries().items():
-        sent = filled(limited(query, catalogue) if where.startswith("penstock-") else query, "10s")
+        sent = resolve_variables(
+            filter_by_variables(query, catalogue) if where.startswith("penstock-") else query, "10s"
+        )
         found = await answer_of(fleet.http, f"{url}/query", query=sent)
         asked_for += 1
         unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
         if not found:
             silent = {
                 each.name
-                for each in asked(query)
-                if family_of(each.name) in labelled and not seen[each.name]
+                for each in selectors(query)
+                if family_name(each.name) in labelled and not seen[each.name]
             }
             excused |= silent
             if not silent or (query in hand and not silent <= WITHOUT_A_CHILD.keys()):

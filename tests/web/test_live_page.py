@@ -83,7 +83,7 @@ async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(
     async with gateway_fleet(2) as fleet, opened(browser, fleet) as page:
         old, new = fleet.app.gateway.endpoints.all()
         new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
-        old.leaving = True
+        old.is_leaving = True
         await expect(page.locator("#rows")).to_contain_text("leaving")
         await expect(page.locator("#rows tr")).to_have_count(2)
 
@@ -92,7 +92,7 @@ async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(
 async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme: Any) -> None:
     async with gateway_fleet(4, speed=2.0) as fleet, opened(browser, fleet, scheme) as page:
         await busy(fleet)
-        fleet.groups[1].faults.set("refuse")
+        fleet.groups[1].faults.apply("refuse")
         killed = monotonic()
         await expect(page.locator("#rows tr").first).to_have_class("s-bad", timeout=5000)
         assert monotonic() - killed < SEEN_WITHIN_S
@@ -101,7 +101,7 @@ async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme:
         await expect(page.locator("#summary")).to_contain_text("3 of 4 groups serve")
         await expect(page).to_have_title("(1 out) Penstock")
         await page.screenshot(path=SHOTS / f"killed-{scheme}.png", full_page=True)
-        fleet.groups[1].faults.set("")
+        fleet.groups[1].faults.apply("")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(0, timeout=15_000)
 
 
@@ -166,13 +166,11 @@ async def unlock(page: Page, key: str) -> None:
 
 async def test_a_script_that_is_put_into_the_page_does_not_run(browser: Browser) -> None:
     async with gateway_fleet(1) as fleet, opened_with_refusals(browser, fleet) as page:
-        await page.evaluate(
-            """() => {
+        await page.evaluate("""() => {
                 const script = document.createElement("script");
                 script.textContent = "window.owned = 1";
                 document.body.append(script);
-            }"""
-        )
+            }""")
         assert await page.evaluate("window.owned") is None
 
 
@@ -214,10 +212,8 @@ def luminance(colour: str) -> float:
 
 async def test_every_control_has_a_name_and_every_table_its_headings(browser: Browser) -> None:
     async with gateway_fleet(1) as fleet, opened(browser, fleet) as page:
-        unnamed = await page.evaluate(
-            """[...document.querySelectorAll("input, button")].filter(
-                (each) => !each.labels?.length && !each.textContent.trim() && !each.ariaLabel).length"""
-        )
+        unnamed = await page.evaluate("""[...document.querySelectorAll("input, button")].filter(
+                (each) => !each.labels?.length && !each.textContent.trim() && !each.ariaLabel).length""")
         assert unnamed == 0
         assert await page.evaluate("[...document.querySelectorAll('th')].every(e => e.scope)")
 

@@ -10,7 +10,7 @@ from playwright.async_api import Browser, Locator, Page, expect
 
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
-from gateway.protocol.stream_scan import Usage
+from gateway.protocol.stream_scan import TokenUsage
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened
@@ -75,8 +75,8 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
 ) -> None:
     async with gateway_fleet(4) as fleet, opened(browser, fleet) as page:
         await busy(fleet)
-        fleet.groups[2].faults.set("refuse")
-        fleet.app.gateway.endpoints.drain(fleet.app.gateway.endpoints.all()[3], True)
+        fleet.groups[2].faults.apply("refuse")
+        fleet.app.gateway.endpoints.set_drained(fleet.app.gateway.endpoints.all()[3], True)
         broken, drained = name_of(fleet, 2), name_of(fleet, 3)
         names = page.locator("#rows th")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(1)
@@ -132,8 +132,8 @@ async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_i
         await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
-        fleet.groups[0].faults.set("refuse")
-        fleet.groups[1].faults.set("refuse")
+        fleet.groups[0].faults.apply("refuse")
+        fleet.groups[1].faults.apply("refuse")
         await fleet.ask()
         await page.check("#problems")
         await expect(rows).to_have_count(1)
@@ -153,8 +153,8 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
         x = Exchange("req_markup", Api.CHAT, "127.0.0.1", 0.0)
         x.model = x.tenant = x.detail = x.reason = MARKUP
         x.outcome, x.status, x.retries = "refused", 503, [MARKUP]
-        fleet.app.gateway.accounts.explained.keep(x, Usage(), 0, 1.0)
-        fleet.groups[0].faults.set("refuse")
+        fleet.app.gateway.accounts.recent_exchanges.add(x, TokenUsage(), 0, 1.0)
+        fleet.groups[0].faults.apply("refuse")
         await expect(page.locator("#rows")).to_contain_text(MARKUP)
         await expect(page.locator("#map")).to_contain_text(MARKUP)
         await expect(page.locator("#why")).to_contain_text(f"{MARKUP} is out")
@@ -174,7 +174,7 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
                 number,
                 f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
             )
-            group.faults.set("refuse")
+            group.faults.apply("refuse")
         await expect(page.locator("#why li")).to_have_count(8, timeout=10_000)
         await expect(page.locator("#why li").last).to_contain_text("more: group-")
         assert await page.evaluate(CLIPPED) == 0

@@ -37,11 +37,11 @@ class Alert(msgspec.Struct, frozen=True):
     fires: Series
     quiet: Series
     labels: tuple[tuple[str, str], ...] = ()
-    besides: str = ""
+    condition: str = ""
 
     @property
     def rule(self) -> str:
-        condition = f" and {self.besides} > 0" if self.besides else ""
+        condition = f" and {self.condition} > 0" if self.condition else ""
         return f"{self.value} {self.compare}{condition}"
 
 
@@ -200,7 +200,7 @@ ALERTS = (
             ('penstock_open_streams{instance="idle"}', "0x60"),
         ),
         _GATEWAY,
-        besides=f"sum by ({GATEWAY}) (penstock_open_streams)",
+        condition=f"sum by ({GATEWAY}) (penstock_open_streams)",
     ),
     Alert(
         "PenstockShedHighClass",

@@ -11,9 +11,9 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.metrics.labels import Row
-from gateway.metrics.metric_types import Merge, Spec
-from tools.monitoring.promql import Asked, asked, quantile, rate, rate_or_zero, share
-from tools.monitoring.slos import JUDGED, OBJECTIVES
+from gateway.metrics.metric_types import FamilySpec, Merge
+from tools.monitoring.promql import Selector, quantile, rate, rate_or_zero, selectors, share
+from tools.monitoring.slos import JUDGED_OUTCOMES, OBJECTIVES
 from tools.monitoring.titles import TITLES
 
 WIDE_LABELS = frozenset({"hash", "version"})
@@ -60,7 +60,7 @@ def _one(expr: str, legend: str = "") -> tuple[Query, ...]:
 
 
 _GOOD = rate_or_zero("penstock_goodput_total", kept="met")
-_JUDGED = rate("penstock_goodput_total", kept=JUDGED)
+_JUDGED = rate("penstock_goodput_total", kept=JUDGED_OUTCOMES)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
@@ -88,7 +88,7 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Requests outside the objectives (last hour)",
-                tuple(Query(slo.recorded("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                tuple(Query(slo.recorded_series("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
                 "percentunit",
                 text="An alert pages at 14.4 times the errors that the objective allows.",
             ),
@@ -324,10 +324,10 @@ INTERNALS = Board(
 BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
-def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
+def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row, tuple[Panel, ...]]:
     """Return the dashboard's rows, with generated panels for the families that no panel shows."""
     shown = {
-        family_of(selector.name)
+        family_name(selector.name)
         for other in BOARDS
         for panels in other.rows.values()
         for selector in _selectors(panels)
@@ -335,13 +335,13 @@ def completed(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Pan
     return {
         row: (
             *panels,
-            *(made(spec) for spec in catalogue if spec.row == row and spec.name not in shown),
+            *(generate_panel(spec) for spec in catalogue if spec.row == row and spec.name not in shown),
         )
         for row, panels in board.rows.items()
     }
 
 
-def made(spec: Spec) -> Panel:
+def generate_panel(spec: FamilySpec) -> Panel:
     """Generate a panel from a family's kind and labels."""
     names = [label.name for label in spec.labels]
     labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
@@ -358,12 +358,12 @@ def made(spec: Spec) -> Panel:
     return Panel(title, _one(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
 
 
-def family_of(name: str) -> str:
+def family_name(name: str) -> str:
     """Return the family that a series belongs to."""
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 
-def _selectors(panels: Sequence[Panel]) -> list[Asked]:
+def _selectors(panels: Sequence[Panel]) -> list[Selector]:
     return [
-        selector for panel in panels for query in panel.queries for selector in asked(query.expr)
+        selector for panel in panels for query in panel.queries for selector in selectors(query.expr)
     ]

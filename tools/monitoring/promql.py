@@ -26,14 +26,14 @@ _OWN = re.compile(r"\b((?:penstock|process)_[\w:]*|penstock:[\w:]+)(?:\{([^}]*)\
 _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vector"})
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Selector(msgspec.Struct, frozen=True):
     """A selector of a query: the metric name, and the labels that it matches."""
 
     name: str
     labels: frozenset[str]
 
 
-def asked(query: str) -> tuple[Asked, ...]:
+def selectors(query: str) -> tuple[Selector, ...]:
     """Return every selector of the query."""
     bare = _LISTED.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
     selectors = (
@@ -41,10 +41,10 @@ def asked(query: str) -> tuple[Asked, ...]:
         for match in _SELECTOR.finditer(bare)
         if match[1].lower() not in _WORDS
     )
-    return tuple(Asked(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors)
+    return tuple(Selector(name, frozenset(_MATCHER.findall(matchers))) for name, matchers in selectors)
 
 
-def grouped(query: str) -> frozenset[str]:
+def grouping_labels(query: str) -> frozenset[str]:
     """Return the labels that the query groups or joins by, except `le` of buckets."""
     return frozenset(label for label in _lists(query) if label != "le")
 
@@ -54,7 +54,7 @@ def _lists(query: str) -> Iterator[str]:
         yield from (label.strip() for label in match[2].split(",") if label.strip())
 
 
-def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
+def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
     """Add the dashboard variables to every selector whose series has the label."""
 
     def limited(match: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def filtered(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
     return _OWN.sub(limited, query)
 
 
-def filled(query: str, window: str) -> str:
+def resolve_variables(query: str, window: str) -> str:
     """Return the query as Grafana sends it with every variable set to all."""
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')

@@ -16,9 +16,9 @@ RUNBOOKS = "docs/runbooks"
 RULES_FILE = "penstock.rules.yml"
 _MADE = "# Written by `make docs` from gateway/observe; do not edit.\n"
 _MINUTES = 240
-TRIED_AT = "30m"
+EVAL_TIME = "30m"
 
-OF: Mapping[str, str] = MappingProxyType(
+TEST_LABELS: Mapping[str, str] = MappingProxyType(
     {"job": "penstock", "namespace": "llm", "model": "m", "pool": "chat"}
 )
 """The labels of the series in the tests of burn rates."""
@@ -26,7 +26,7 @@ OF: Mapping[str, str] = MappingProxyType(
 Rule = Mapping[str, object]
 
 
-def rules(runbooks: str = RUNBOOKS) -> str:
+def rules_yaml(runbooks: str = RUNBOOKS) -> str:
     """Return the rules file; alerts link to their page below `runbooks`, a folder or URL."""
     groups = [
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
@@ -35,18 +35,18 @@ def rules(runbooks: str = RUNBOOKS) -> str:
     return _MADE + _yaml({"groups": groups})
 
 
-def trials(runbooks: str = RUNBOOKS) -> str:
+def promtool_tests(runbooks: str = RUNBOOKS) -> str:
     """Return the promtool tests: each alert fires on its problem, and not without it."""
     tests = [trial for objective in OBJECTIVES for trial in _burn_trials(objective, runbooks)]
     for alert in ALERTS:
         labels = dict(alert.labels) | {"severity": alert.severity}
         fired = [_expected(alert.summary, labels, alert.name, runbooks)]
-        tests.append(_trial(f"{alert.name} fires", alert.fires, TRIED_AT, alert.name, fired))
-        tests.append(_trial(f"{alert.name} stays quiet", alert.quiet, TRIED_AT, alert.name, []))
+        tests.append(_trial(f"{alert.name} fires", alert.fires, EVAL_TIME, alert.name, fired))
+        tests.append(_trial(f"{alert.name} stays quiet", alert.quiet, EVAL_TIME, alert.name, []))
     return _MADE + _yaml({"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests})
 
 
-def names() -> tuple[str, ...]:
+def alert_names() -> tuple[str, ...]:
     """Return the names of all alerts; each has a runbook."""
     return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
 
@@ -60,25 +60,25 @@ def queries() -> Mapping[str, str]:
     }
     for slo in OBJECTIVES:
         for burn in BURNS:
-            by_place[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
-            by_place[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
+            by_place[f"{slo.alert} {burn.long}"] = slo.recorded_series(burn.long)
+            by_place[f"{slo.alert} {burn.short}"] = slo.recorded_series(burn.short)
     by_place |= {alert.name: alert.value for alert in ALERTS}
     return by_place | {
-        f"{alert.name} condition": alert.besides for alert in ALERTS if alert.besides
+        f"{alert.name} condition": alert.condition for alert in ALERTS if alert.condition
     }
 
 
-def recorded() -> frozenset[str]:
+def recorded_names() -> frozenset[str]:
     """Return the names of the series that recording rules create."""
     return frozenset(
-        slo.recorded(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
+        slo.recorded_series(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
     )
 
 
 def _recordings() -> list[Rule]:
     return [
         {
-            "record": slo.recorded(window).partition("{")[0],
+            "record": slo.recorded_series(window).partition("{")[0],
             "expr": LiteralScalarString(slo.bad_share(window)),
             "labels": {"slo": slo.slo},
         }
@@ -150,7 +150,7 @@ def _burn_trials(slo: Objective, runbooks: str) -> list[Rule]:
         fired = [
             _expected(
                 slo.summary,
-                dict(OF) | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
+                dict(TEST_LABELS) | {"severity": burn.severity, "window": burn.long, "slo": slo.slo},
                 slo.alert,
                 runbooks,
             )

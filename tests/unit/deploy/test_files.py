@@ -19,10 +19,10 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import Config, examine
+from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
-from gateway.reload.reloader import AT_START
-from gateway.util.units import duration_s
+from gateway.reload.reloader import BOUND_AT_START
+from gateway.util.units import parse_duration
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -42,7 +42,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def config_of(path: Path) -> Config:
-    return examine(path, os.environ | KEY).config
+    return load_with_warnings(path, os.environ | KEY).config
 
 
 COMPOSE = read_yaml(DEPLOY / "compose" / "compose.yaml")
@@ -71,7 +71,7 @@ def unit_settings(name: str) -> list[str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_every_shipped_configuration_passes_the_check(path: Path) -> None:
     env = os.environ | KEY | {"TEAM_A_KEY": "sk-a-key-for-the-test"}
-    doubts = {problem.path for problem in examine(path, env).warnings}
+    doubts = {problem.path for problem in load_with_warnings(path, env).warnings}
     assert doubts <= {
         "listeners.admin.host"
     }  # in a container or pod others reach it: compose and policies say who
@@ -183,7 +183,7 @@ def test_kustomize_names_every_manifest_and_nothing_else() -> None:
 def test_nobody_loses_patience_before_running_answers_had_their_time() -> None:
     compose, pods = config_of(CONFIGS[1]).timeouts.shutdown, config_of(CONFIGS[2]).timeouts.shutdown
     gateways = [COMPOSE["services"][name] for name in ("gateway-1", "gateway-2")]
-    assert {duration_s(text["stop_grace_period"]) for text in gateways} == {
+    assert {parse_duration(text["stop_grace_period"]) for text in gateways} == {
         compose + SHUTDOWN_AND_S
     }
     values = read_yaml(CHART / "values.yaml")
@@ -226,7 +226,7 @@ def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_
         *re.findall(r'"(\w+)"', sections),
         *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside)),
     }
-    assert picked == set(AT_START) - {
+    assert picked == set(BOUND_AT_START) - {
         "reload.state_dir"
     }  # that one is the chart's own and never changes
 
@@ -261,7 +261,7 @@ def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_
         ),
     }
     silent, idle = (
-        [duration_s(item) for item in re.findall(pattern, text)] for pattern in settings[tool]
+        [parse_duration(item) for item in re.findall(pattern, text)] for pattern in settings[tool]
     )
     assert silent
     assert idle

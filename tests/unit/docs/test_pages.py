@@ -24,15 +24,15 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import examine_text, json_schema
+from gateway.config import json_schema, load_text
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.exposition import page
-from gateway.workers.supervisor_metrics import Figures
+from gateway.metrics.exposition import render_page
+from gateway.workers.supervisor_metrics import SupervisorMetrics
 from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
-from tools.docgen import pages as made
+from tools.docgen import generated_files as made
 
 ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -174,8 +174,7 @@ def test_every_attribute_it_names_exists(name: str) -> None:
     }
     assert sorted(word for word in named if not is_code(word)) == []
 
-
-# Commands
+    # Commands
 
 
 @cache
@@ -239,8 +238,7 @@ def test_every_make_target_it_names_exists(name: str) -> None:
     named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
 
-
-# Metrics and configuration
+    # Metrics and configuration
 
 
 @cache
@@ -249,7 +247,9 @@ def series() -> frozenset[str]:
     return frozenset(
         re.findall(
             r"penstock_\w+",
-            (Metrics().render() + page(Figures().readings(), exemplars=False)).decode(),
+            (
+                Metrics().render() + render_page(SupervisorMetrics().collect(), exemplars=False)
+            ).decode(),
         )
     )
 
@@ -350,7 +350,7 @@ def test_every_configuration_it_shows_passes_the_check(
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump(completed(part), file)
-    loaded = examine_text(
+    loaded = load_text(
         (tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ
     )
     assert loaded.warnings == ()
@@ -383,8 +383,8 @@ def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the
     assert picked is not None
     assert picked.candidate is emptier
 
+    # Parameters
 
-# Parameters
 
 DEFAULTS = {
     match[1]: match[2]

@@ -18,9 +18,15 @@ from gateway.metrics.metric_types import Label
 from tools.monitoring import rules
 from tools.monitoring.__main__ import main
 from tools.monitoring.alerts import ALERTS
-from tools.monitoring.dashboards import BOARDS, completed, family_of
+from tools.monitoring.dashboards import BOARDS, complete_rows, family_name
 from tools.monitoring.files import files, queries
-from tools.monitoring.promql import asked, filled, filtered, grouped, selector
+from tools.monitoring.promql import (
+    add_variables,
+    grouping_labels,
+    resolve_variables,
+    selector,
+    selectors,
+)
 from tools.monitoring.titles import TITLES
 
 ROOT = Path(__file__).parents[4]
@@ -36,23 +42,25 @@ def families() -> set[str]:
 def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     rows = [row for board in BOARDS for row in board.rows]
     assert sorted(rows) == sorted(Row)
-    asked_for = {family_of(metric.name) for query in queries().values() for metric in asked(query)}
+    asked_for = {
+        family_name(metric.name) for query in queries().values() for metric in selectors(query)
+    }
     assert families() <= asked_for
 
 
 def test_every_series_of_a_query_is_in_the_catalogue() -> None:
-    labels = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    labels = {spec.name: set(spec.exposed_labels) for spec in Metrics().catalogue()}
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
         allowed: set[str] = {"instance", "job", "namespace"}
-        for metric in asked(query):
-            if metric.name in rules.recorded():
+        for metric in selectors(query):
+            if metric.name in rules.recorded_names():
                 allowed |= {"slo", "pool", "model"}
             elif metric.name not in process:
-                assert family_of(metric.name) in labels, f"{where}: {metric.name}"
-                allowed |= labels[family_of(metric.name)]
+                assert family_name(metric.name) in labels, f"{where}: {metric.name}"
+                allowed |= labels[family_name(metric.name)]
             assert metric.labels <= allowed, f"{where}: {metric}"
-        assert grouped(query) <= allowed, where
+        assert grouping_labels(query) <= allowed, where
 
 
 def known() -> set[str]:
@@ -88,7 +96,7 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
             )
 
 
-@pytest.mark.parametrize("alert", rules.names())
+@pytest.mark.parametrize("alert", rules.alert_names())
 def test_every_alert_has_a_runbook(alert: str) -> None:
     text = (RUNBOOKS / f"{alert}.md").read_text()
     assert text.startswith(f"# {alert}\n")
@@ -98,21 +106,21 @@ def test_every_alert_has_a_runbook(alert: str) -> None:
 
 
 def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
-    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.alert_names())
     for path in RUNBOOKS.glob("*.md"):
-        for alert in asked(
+        for alert in selectors(
             " ".join(
                 part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
             )
         ):
             if alert.name.startswith("penstock_"):
-                assert family_of(alert.name) in families() | known(), f"{path.name}: {alert.name}"
+                assert family_name(alert.name) in families() | known(), f"{path.name}: {alert.name}"
 
 
 def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
-    result = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    result = YAML(typ="safe").load(rules.rules_yaml("https://runbooks.example/penstock"))
     alerts = [rule for group in result["groups"] for rule in group["rules"] if "alert" in rule]
-    assert {rule["alert"] for rule in alerts} == set(rules.names())
+    assert {rule["alert"] for rule in alerts} == set(rules.alert_names())
     assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
     for rule in alerts:
         assert (
@@ -127,13 +135,13 @@ def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runboo
 
 
 def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
-    tests = YAML(typ="safe").load(rules.trials())["tests"]
+    tests = YAML(typ="safe").load(rules.promtool_tests())["tests"]
     fired = {test["alert_rule_test"][0]["alertname"]: [] for test in tests}
     for test in tests:
         fired[test["alert_rule_test"][0]["alertname"]].append(
             bool(test["alert_rule_test"][0]["exp_alerts"])
         )
-    assert set(fired) == set(rules.names())
+    assert set(fired) == set(rules.alert_names())
     assert all({True, False} == set(both) for both in fired.values())
     assert len({alert.name for alert in ALERTS}) == len(ALERTS)
 
@@ -167,11 +175,11 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
     query = (
         f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
     )
-    assert set(asked(query)) == {
-        type(asked(query)[0])(name, frozenset(matchers)),
-        type(asked(query)[0])(name, frozenset()),
+    assert set(selectors(query)) == {
+        type(selectors(query)[0])(name, frozenset(matchers)),
+        type(selectors(query)[0])(name, frozenset()),
     }
-    assert grouped(query) == {"x", "y", "z"}
+    assert grouping_labels(query) == {"x", "y", "z"}
 
 
 def variables(query: str) -> dict[str, set[str]]:
@@ -185,29 +193,33 @@ def variables(query: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("path", BOARD_FILES)
 def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None:
     board: dict[str, Any] = json.loads(files()[path])
-    exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    exposed = {spec.name: set(spec.exposed_labels) for spec in Metrics().catalogue()}
     chosen = {"job", "namespace", "pool", "model"}
     assert {metric["name"] for metric in board["templating"]["list"]} == {"datasource", *chosen}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             result = variables(target["expr"])
-            assert result.keys() == {metric.name for metric in asked(target["expr"])}, target[
+            assert result.keys() == {metric.name for metric in selectors(target["expr"])}, target[
                 "expr"
             ]
             for name, limits in result.items():
-                labels = chosen if name in rules.recorded() else exposed.get(family_of(name), set())
+                labels = (
+                    chosen
+                    if name in rules.recorded_names()
+                    else exposed.get(family_name(name), set())
+                )
                 assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
 
 
 def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label_too() -> None:
-    query = filtered(
+    query = add_variables(
         'sum (rate(penstock_x{a="b"}[$__rate_interval])) + penstock_y', lambda name: {"job", "pool"}
     )
     assert query == (
         'sum (rate(penstock_x{a="b", job=~"$job", pool=~"$pool"}[$__rate_interval])) '
         '+ penstock_y{job=~"$job", pool=~"$pool"}'
     )
-    assert filled(query, "10s") == (
+    assert resolve_variables(query, "10s") == (
         'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + penstock_y{job=~".*", pool=~".*"}'
     )
 
@@ -216,7 +228,7 @@ def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> No
     titles = [
         panel.title
         for spec in BOARDS
-        for row in completed(spec, Metrics().catalogue()).values()
+        for row in complete_rows(spec, Metrics().catalogue()).values()
         for panel in row
     ]
     assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)
@@ -235,7 +247,7 @@ def test_every_alert_has_a_job_and_a_namespace() -> None:
     }  # no target; labels of the series itself
     for alert in ALERTS:
         if alert.name not in everywhere:
-            assert {"job", "namespace"} <= grouped(alert.value), alert.name
+            assert {"job", "namespace"} <= grouping_labels(alert.value), alert.name
             assert {("job", "penstock"), ("namespace", "llm")} <= set(alert.labels), alert.name
 
 
@@ -258,7 +270,7 @@ def test_the_retry_budget_alert_needs_requests() -> None:
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
     )
-    assert alert.besides in queries().values()
+    assert alert.condition in queries().values()
 
 
 def test_endpoints_are_paired_with_their_states_one_to_one_however_often_they_are_scraped() -> None:

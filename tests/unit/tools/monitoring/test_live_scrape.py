@@ -14,9 +14,9 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
-from tools.monitoring.dashboards import BOARDS, family_of
+from tools.monitoring.dashboards import BOARDS, family_name
 from tools.monitoring.files import queries
-from tools.monitoring.promql import asked, grouped
+from tools.monitoring.promql import grouping_labels, selectors
 
 GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus adds to every series."""
@@ -56,7 +56,7 @@ async def a_little_of_everything(fleet: GatewayFleet) -> None:
         for metric in fleet.groups
         if metric.url.endswith(last.headers["x-penstock-endpoint"])
     )
-    favourite.faults.set("5xx")
+    favourite.faults.apply("5xx")
     for _ in range(8):
         await fleet.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
@@ -65,7 +65,7 @@ async def a_little_of_everything(fleet: GatewayFleet) -> None:
         ):  # the last request may have gone to the other endpoint
             await asyncio.gather(*(fleet.ask(stream=False) for _ in range(2)))
     for member in fleet.groups:
-        member.faults.set("stall")
+        member.faults.apply("stall")
     waiting = [asyncio.create_task(fleet.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_shed_total"):
@@ -90,11 +90,11 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
         await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
         await scraped(halves, observation)
     observation["up"] = set()
-    for name in rules.recorded():
+    for name in rules.recorded_names():
         observation[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {metric.name for metric in asked(query)}
-        families = names if query in by_hand() else {family_of(name) for name in names}
+        names = {metric.name for metric in selectors(query)}
+        families = names if query in by_hand() else {family_name(name) for name in names}
         assert families <= observation.keys(), (
             f"{where}: {families - observation.keys()} in no scrape"
         )
@@ -103,15 +103,16 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
             if query in by_hand()
             else {name for name in names if not observation.get(name)}
         )
-        for metric in asked(query):
+        for metric in selectors(query):
             if metric.name not in excused:
                 assert metric.labels <= observation[metric.name] | GIVEN, (
                     f"{where}: {metric.labels - observation[metric.name]}"
                 )
         if not names & excused:
-            assert grouped(query) <= set().union(*(observation[name] for name in names)) | GIVEN, (
-                where
-            )
+            assert (
+                grouping_labels(query)
+                <= set().union(*(observation[name] for name in names)) | GIVEN
+            ), where
     for name in WITHOUT_A_CHILD:
         assert not observation[name], f"{name} has children now: it needs no excuse any more"
 
